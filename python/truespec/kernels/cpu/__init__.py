@@ -1,1 +1,1 @@
-"""TODO-DOC"""
+"""Room of truespec; see docs/architecture.md."""
