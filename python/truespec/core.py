@@ -93,6 +93,7 @@ class Req:
         row: index of its row in the engine's request table, -1 while it waits.
         pages: its pages in order; the first `num_shared_pages` belong to the prefix cache.
         num_cached_tokens: prompt tokens found in the prefix cache at its first admission.
+        prompt_records: scored prompt entries so far, from `logprobs.start` on.
     """
 
     rid: str
@@ -107,8 +108,7 @@ class Req:
     pages: list[int] = field(default_factory=list)
     num_shared_pages: int = 0
     num_cached_tokens: int | None = None
-    num_scored: int = 0
-    finish: Finish | None = None
+    prompt_records: list[TokenRecord] = field(default_factory=list)
 
     @property
     def num_tokens(self) -> int:
@@ -119,6 +119,15 @@ class Req:
     def token_ids(self) -> list[int]:
         """Prompt and output, a new list."""
         return self.prompt_ids + self.output_ids
+
+    @property
+    def next_scored(self) -> int | None:
+        """Prompt position whose entry is made next; `None` when no more entries are wanted."""
+        logprobs = self.params.logprobs
+        if logprobs is None or logprobs.start < 0:
+            return None
+        position = logprobs.start + len(self.prompt_records)
+        return position if position < len(self.prompt_ids) else None
 
     @property
     def is_prefilling(self) -> bool:

@@ -48,7 +48,7 @@ class PrefixCache:
         self._allocator = allocator
         self._page_size = page_size
         self._lookahead = lookahead
-        self._enabled = enabled
+        self.enabled = enabled
         self._clock = 0
         self._idle_heap: list[tuple[int, int, Node]] = []  # (last_used, push number, node)
         self._num_pushes = 0
@@ -62,7 +62,7 @@ class PrefixCache:
         Returns the last node (the root if nothing matches) and the pages from the start.
         """
         node, pages = self.root, []
-        if self._enabled:
+        if self.enabled:
             for index in range(max_tokens // self._page_size):
                 child = node.children.get(self._key(token_ids, index))
                 if child is None:
@@ -104,7 +104,7 @@ class PrefixCache:
         Returns the last node and the cache's pages along the path (they replace the given ones).
         """
         node, kept = self.root, []
-        if not self._enabled:
+        if not self.enabled:
             return node, kept
         known = min(num_valid, len(token_ids) - self._lookahead)
         for index in range(max(0, known) // self._page_size):
