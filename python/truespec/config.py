@@ -5,19 +5,14 @@ The command line is made from this class (flag = field name with dashes), so an 
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, fields
-from typing import Literal
+from dataclasses import MISSING, dataclass, fields, replace
+from typing import Annotated, Literal, NamedTuple, get_args, get_type_hints
 
 from truespec.params import LogprobMode
 
 Algorithm = Literal["NONE", "NGRAM", "DSPARK", "DFLASH", "EAGLE", "EAGLE3", "NEXTN"]
 AcceptMode = Literal["coupled", "rejection"]
 DEFAULT_MODEL = "smollm2"
-
-
-def option(default: object, text: str) -> object:
-    """A dataclass field with its help text."""
-    return field(default=default, metadata={"help": text})
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,53 +22,142 @@ class EngineConfig:
     `None` means that `resolve` decides from the machine or the checkpoints.
     """
 
-    model_path: str = option(DEFAULT_MODEL, "directory, GGUF file, or the name of a packaged model")  # type: ignore[assignment]
-    tokenizer_path: str | None = option(None, "directory or GGUF file with the tokenizer")  # type: ignore[assignment]
-    chat_template: str | None = option(None, "file with a Jinja chat template")  # type: ignore[assignment]
-    dtype: Literal["auto", "float32", "bfloat16", "float16"] = option("auto", "weight type")  # type: ignore[assignment]
-    device: Literal["auto", "cpu", "cuda"] = option("auto", "where to compute")  # type: ignore[assignment]
-    kv_cache_dtype: Literal["auto", "float32", "bfloat16"] = option("auto", "type of the KV cache")  # type: ignore[assignment]
-    context_length: int | None = option(None, "longest prompt + output, in tokens")  # type: ignore[assignment]
-    max_running_requests: int = option(32, "requests in one batch at most")  # type: ignore[assignment]
-    max_queued_requests: int = option(1024, "waiting requests before 429")  # type: ignore[assignment]
-    max_total_tokens: int | None = option(None, "KV cache size in tokens")  # type: ignore[assignment]
-    mem_fraction_static: float = option(0.3, "share of free memory for the KV cache if no size is given")  # type: ignore[assignment]
-    chunked_prefill_size: int = option(256, "prompt rows per step at most")  # type: ignore[assignment]
-    page_size: int = option(16, "tokens per KV page, a multiple of 16")  # type: ignore[assignment]
-    disable_radix_cache: bool = option(False, "no prefix reuse between requests")  # type: ignore[assignment]
-    num_threads: int | None = option(None, "compute threads on a CPU")  # type: ignore[assignment]
-    tp_size: int = option(1, "tensor-parallel ranks (only 1 is built)")  # type: ignore[assignment]
-    deterministic: bool = option(False, "bit-equal results (always so on a CPU)")  # type: ignore[assignment]
-    logprobs_mode: LogprobMode = option("raw", "default mode of returned logprobs")  # type: ignore[assignment]
-    max_logprobs: int = option(20, "most alternatives per token a request may ask for")  # type: ignore[assignment]
-    speculative_algorithm: Algorithm = option("NONE", "how tokens are drafted")  # type: ignore[assignment]
-    speculative_draft_model_path: str | None = option(None, "directory of the drafter")  # type: ignore[assignment]
-    speculative_num_steps: int | None = option(None, "draft depth")  # type: ignore[assignment]
-    speculative_eagle_topk: int | None = option(None, "children per tree node (1: a chain)")  # type: ignore[assignment]
-    speculative_num_draft_tokens: int | None = option(None, "rows verified per step, root included")  # type: ignore[assignment]
-    speculative_dspark_block_size: int | None = option(None, "drafts per DSpark block")  # type: ignore[assignment]
-    speculative_dspark_confidence_threshold: float = option(0.0, "cut a draft at the first confidence below")  # type: ignore[assignment]
-    speculative_accept: AcceptMode = option("coupled", "how drafts are accepted")  # type: ignore[assignment]
-    enable_multi_layer_eagle: bool = option(False, "one MTP layer per draft step")  # type: ignore[assignment]
-    speculative_adaptive: bool = option(True, "draft lengths follow measured cost and acceptance")  # type: ignore[assignment]
+    model_path: Annotated[str, "directory, GGUF file, or the name of a packaged model"] = (
+        DEFAULT_MODEL
+    )
+    tokenizer_path: Annotated[str | None, "directory or GGUF file with the tokenizer"] = None
+    chat_template: Annotated[str | None, "file with a Jinja chat template"] = None
+    dtype: Annotated[Literal["auto", "float32", "bfloat16", "float16"], "weight type"] = "auto"
+    device: Annotated[Literal["auto", "cpu", "cuda"], "where to compute"] = "auto"
+    kv_cache_dtype: Annotated[Literal["auto", "float32", "bfloat16"], "type of the KV cache"] = (
+        "auto"
+    )
+    context_length: Annotated[int | None, "longest prompt + output, in tokens"] = None
+    max_running_requests: Annotated[int, "requests in one batch at most"] = 32
+    max_queued_requests: Annotated[int, "waiting requests before 429"] = 1024
+    max_total_tokens: Annotated[int | None, "KV cache size in tokens"] = None
+    mem_fraction_static: Annotated[
+        float, "share of free memory for the KV cache if no size is given"
+    ] = 0.3
+    chunked_prefill_size: Annotated[int, "prompt rows per step at most"] = 256
+    page_size: Annotated[int, "tokens per KV page, a multiple of 16"] = 16
+    disable_radix_cache: Annotated[bool, "no prefix reuse between requests"] = False
+    num_threads: Annotated[int | None, "compute threads on a CPU"] = None
+    tp_size: Annotated[int, "tensor-parallel ranks (only 1 is built)"] = 1
+    deterministic: Annotated[bool, "bit-equal results (always so on a CPU)"] = False
+    logprobs_mode: Annotated[LogprobMode, "default mode of returned logprobs"] = "raw"
+    max_logprobs: Annotated[int, "most alternatives per token a request may ask for"] = 20
+    speculative_algorithm: Annotated[Algorithm, "how tokens are drafted"] = "NONE"
+    speculative_draft_model_path: Annotated[str | None, "directory of the drafter"] = None
+    speculative_num_steps: Annotated[int | None, "draft depth"] = None
+    speculative_eagle_topk: Annotated[int | None, "children per tree node (1: a chain)"] = None
+    speculative_num_draft_tokens: Annotated[int | None, "rows verified per step, root included"] = (
+        None
+    )
+    speculative_dspark_block_size: Annotated[int | None, "drafts per DSpark block"] = None
+    speculative_dspark_confidence_threshold: Annotated[
+        float, "cut a draft at the first confidence below"
+    ] = 0.0
+    speculative_accept: Annotated[AcceptMode, "how drafts are accepted"] = "coupled"
+    enable_multi_layer_eagle: Annotated[bool, "one MTP layer per draft step"] = False
+    speculative_adaptive: Annotated[bool, "draft lengths follow measured cost and acceptance"] = (
+        True
+    )
 
 
 @dataclass(frozen=True, slots=True)
 class ServerConfig:
     """What the HTTP server needs beside the engine's options."""
 
-    host: str = option("127.0.0.1", "address to bind")  # type: ignore[assignment]
-    port: int = option(30000, "port to bind")  # type: ignore[assignment]
-    api_key: str | None = option(None, "required bearer token")  # type: ignore[assignment]
-    served_model_name: str | None = option(None, "name in /v1/models")  # type: ignore[assignment]
-    sampling_defaults: Literal["api", "model"] = option("api", "where sampling defaults come from")  # type: ignore[assignment]
-    allow_origin: str | None = option(None, "CORS origin")  # type: ignore[assignment]
-    stream_interval: int = option(1, "engine steps per stream chunk")  # type: ignore[assignment]
-    incremental_streaming_output: bool = option(False, "/generate streams differences")  # type: ignore[assignment]
-    metrics_compat: str = option("", "also export metric names of: vllm,sglang")  # type: ignore[assignment]
-    log_level: Literal["debug", "info", "warning", "error"] = option("info", "verbosity")  # type: ignore[assignment]
+    host: Annotated[str, "address to bind"] = "127.0.0.1"
+    port: Annotated[int, "port to bind"] = 30000
+    api_key: Annotated[str | None, "required bearer token"] = None
+    served_model_name: Annotated[str | None, "name in /v1/models"] = None
+    sampling_defaults: Annotated[Literal["api", "model"], "where sampling defaults come from"] = (
+        "api"
+    )
+    allow_origin: Annotated[str | None, "CORS origin"] = None
+    stream_interval: Annotated[int, "engine steps per stream chunk"] = 1
+    incremental_streaming_output: Annotated[bool, "/generate streams differences"] = False
+    metrics_compat: Annotated[str, "also export metric names of: vllm,sglang"] = ""
+    log_level: Annotated[Literal["debug", "info", "warning", "error"], "verbosity"] = "info"
 
 
-def option_names(cls: type) -> list[str]:
-    """Names of the options of a config class, in order."""
-    return [f.name for f in fields(cls)]
+class Option(NamedTuple):
+    """One option as a command line needs it.
+
+    Attributes:
+        type: the annotation without its help text, e.g. `int | None` or a `Literal`.
+    """
+
+    name: str
+    type: object
+    default: object
+    help: str
+
+
+def options(cls: type) -> list[Option]:
+    """The options of a config class, in order."""
+    hints = get_type_hints(cls, include_extras=True)
+    found = []
+    for f in fields(cls):
+        annotated, text = get_args(hints[f.name])
+        assert f.default is not MISSING, f"option {f.name} has no default"
+        found.append(Option(f.name, annotated, f.default, text))
+    return found
+
+
+class Machine(NamedTuple):
+    """What `resolve` has to know of the machine and the checkpoints.
+
+    Attributes:
+        device: "cpu" or "cuda".
+        free_bytes: memory the KV cache may be taken from.
+        context_length: of the model.
+        kv_bytes_per_token: in the cache's type, target and draft layers together.
+    """
+
+    device: Literal["cpu", "cuda"]
+    free_bytes: int
+    context_length: int
+    kv_bytes_per_token: int
+
+
+def resolve(config: EngineConfig, machine: Machine) -> EngineConfig:
+    """Fill what the machine and the checkpoints decide.
+
+    Raises ValueError naming the option when a given value cannot be met.
+    """
+    context = config.context_length or machine.context_length
+    if context > machine.context_length:
+        raise ValueError(
+            f"--context-length is {context}, the model reaches {machine.context_length}"
+        )
+    if config.page_size < 16 or config.page_size % 16:
+        raise ValueError(f"--page-size is {config.page_size}, expected a multiple of 16")
+    if config.tp_size != 1:
+        raise ValueError(f"--tp-size is {config.tp_size}, only 1 is built")
+    total = config.max_total_tokens
+    if total is None:
+        affordable = int(machine.free_bytes * config.mem_fraction_static)
+        total = min(config.max_running_requests * context, affordable // machine.kv_bytes_per_token)
+    pages = total // config.page_size
+    if pages < 2:
+        raise ValueError(f"--max-total-tokens is {total}, at least two pages are needed")
+    return replace(
+        config,
+        device=machine.device,
+        context_length=context,
+        max_total_tokens=pages * config.page_size,
+        deterministic=config.deterministic or machine.device == "cpu",
+    )
+
+
+KVDtype = Literal["float32", "bfloat16"]
+
+
+def kv_dtype(config: EngineConfig, device: str) -> KVDtype:
+    """Type of the KV cache: fp32 on a CPU and bf16 on a GPU unless chosen."""
+    if config.kv_cache_dtype != "auto":
+        return config.kv_cache_dtype
+    return "float32" if device == "cpu" else "bfloat16"
