@@ -41,7 +41,7 @@ def in_row_blocks(rowwise: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
     if x.is_cuda or m == 0:
         return rowwise(x)
     padded = F.pad(x, (0, 0, 0, -m % ROWS_PER_CALL)).contiguous()
-    blocks = [rowwise(block.clone()) for block in padded.split(ROWS_PER_CALL)]
+    blocks = [rowwise(block.clone()) for block in torch.split(padded, ROWS_PER_CALL)]
     return torch.cat(blocks)[:m]
 
 
@@ -82,13 +82,14 @@ class _Layer:
 
     def __init__(self, weights: LayerWeights, shape: StackShape, kernels: ReferenceKernels) -> None:
         self._shape = shape
-        self.input_norm = kernels.place(weights.input_norm)
+        self.input_norm = kernels.place_optional(weights.input_norm)
         self.post_norm = kernels.place(weights.post_norm)
-        self._q_norm, self._k_norm = kernels.place(weights.q_norm), kernels.place(weights.k_norm)
+        self._q_norm = kernels.place_optional(weights.q_norm)
+        self._k_norm = kernels.place_optional(weights.k_norm)
         sizes = [weight.shape[0] for weight in weights.qkv]
         biases: tuple[Tensor | None, ...] = (None, None, None)
         if weights.qkv_bias is not None:
-            biases = weights.qkv_bias.split(sizes)
+            biases = torch.split(weights.qkv_bias, sizes)
         self._q, self._k, self._v = (
             kernels.linear(weight, bias) for weight, bias in zip(weights.qkv, biases, strict=True)
         )
@@ -202,9 +203,13 @@ class ReferenceKernels(KernelSet):
         """See `KernelSet`."""
         move_slots(kv, src_slots, dst_slots)
 
-    def place(self, tensor: Tensor | None) -> Tensor | None:
+    def place(self, tensor: Tensor) -> Tensor:
         """A parameter on this set's device."""
-        return None if tensor is None else tensor.to(self.device)
+        return tensor.to(self.device)
+
+    def place_optional(self, tensor: Tensor | None) -> Tensor | None:
+        """As `place`, for a parameter that a family may lack."""
+        return None if tensor is None else self.place(tensor)
 
     def place_shape(self, shape: StackShape) -> StackShape:
         """`shape` with its tables on this set's device."""

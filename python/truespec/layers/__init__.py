@@ -1,1 +1,1 @@
-"""Room of truespec; see docs/architecture.md."""
+"""Layers: parts of models that are more than one kernel, and sampling. Imports kernels only."""

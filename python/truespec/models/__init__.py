@@ -1,1 +1,1 @@
-"""Room of truespec; see docs/architecture.md."""
+"""Models: reading checkpoints and running decoders. Imports layers and kernels, no engine."""
