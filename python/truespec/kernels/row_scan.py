@@ -1,0 +1,198 @@
+"""Numba building blocks that read one row of logits: keys, block maxima, sums, best tokens.
+
+Knows an fp32 row and nothing of requests. Every sum has one fixed order, so a row's result is the
+same bits in any batch. Keys: int32 numbers in the order of the floats, with -0.0 equal to 0.0.
+"""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+from numba import njit
+
+from .noise_numba import exp_fixed
+
+BLOCK = 128  # columns per block maximum
+LANES = 16  # accumulators of a block sum: one AVX-512 register
+MIN_KEY = np.int32(-(2**31))
+INF_KEY = np.int32(0x7F800000)
+NEG_INF_KEY = np.int32(-0x7F800001)
+_ZERO = np.float32(0.0)
+_SIGN = np.int32(31)
+_MAGNITUDE = np.int32(0x7FFFFFFF)
+
+
+@njit(cache=True, nogil=True, forceinline=True)
+def key_of(x):  # type: ignore[no-untyped-def]
+    """fp32 -> int32 with the same order. NaN lies outside [NEG_INF_KEY, INF_KEY]."""
+    bits = np.float32(x + _ZERO).view(np.int32)
+    return np.int32(bits ^ ((bits >> _SIGN) & _MAGNITUDE))
+
+
+@njit(cache=True, nogil=True, forceinline=True)
+def value_of(key):  # type: ignore[no-untyped-def]
+    """The fp32 number of a key."""
+    return np.int32(key ^ ((key >> _SIGN) & _MAGNITUDE)).view(np.float32)
+
+
+@njit(cache=True, nogil=True)
+def num_blocks(size):  # type: ignore[no-untyped-def]
+    """Blocks of a row of `size` columns."""
+    return (size + BLOCK - 1) // BLOCK
+
+
+@njit(cache=True, nogil=True)
+def block_maxima(row, block_max):  # type: ignore[no-untyped-def]
+    """Fill `block_max` [num_blocks] int32 with the largest key of each block.
+
+    Returns the row's largest key, or MIN_KEY when no token can be chosen: a NaN or +inf anywhere,
+    or nothing but -inf.
+    """
+    size = row.shape[0]
+    top = MIN_KEY
+    low = INF_KEY
+    for b in range(num_blocks(size)):
+        block = row[b * BLOCK : min(size, (b + 1) * BLOCK)]
+        block_top = MIN_KEY
+        for j in range(block.shape[0]):
+            key = key_of(block[j])
+            block_top = max(block_top, key)
+            low = min(low, key)
+        block_max[b] = block_top
+        top = max(top, block_top)
+    if top >= INF_KEY or low < NEG_INF_KEY or top <= NEG_INF_KEY:
+        return MIN_KEY
+    return top
+
+
+@njit(cache=True, nogil=True)
+def first_of_key(row, block_max, key):  # type: ignore[no-untyped-def]
+    """Lowest column whose key is `key`; it must be there."""
+    size = row.shape[0]
+    for b in range(num_blocks(size)):
+        if block_max[b] >= key:
+            for j in range(b * BLOCK, min(size, (b + 1) * BLOCK)):
+                if key_of(row[j]) == key:
+                    return j
+    return -1
+
+
+@njit(cache=True, nogil=True)
+def count_above(row, block_max, key):  # type: ignore[no-untyped-def]
+    """Columns with a key strictly above `key`."""
+    size = row.shape[0]
+    total = 0
+    for b in range(num_blocks(size)):
+        if block_max[b] > key:
+            block = row[b * BLOCK : min(size, (b + 1) * BLOCK)]
+            above = np.int32(0)
+            for j in range(block.shape[0]):
+                above += np.int32(key_of(block[j]) > key)
+            total += above
+    return total
+
+
+@njit(cache=True, nogil=True)
+def exp_sums(row, top, temperature):  # type: ignore[no-untyped-def]
+    """Sum of exp(s) and of exp(s) * s over the row, s = (x - top) / temperature <= 0.
+
+    Blocks are summed in fp32 over LANES accumulators, and the blocks in float64, all in order.
+    """
+    size = row.shape[0]
+    total = 0.0
+    weighted = 0.0
+    lanes = np.empty(LANES, np.float32)
+    weighted_lanes = np.empty(LANES, np.float32)
+    floor = np.float32(-87.0)
+    whole = size // BLOCK * BLOCK
+    for start in range(0, whole, BLOCK):
+        block = row[start : start + BLOCK]
+        lanes[:] = _ZERO
+        weighted_lanes[:] = _ZERO
+        for i in range(0, BLOCK, LANES):
+            part = block[i : i + LANES]
+            for j in range(LANES):
+                s = max((part[j] - top) / temperature, floor)
+                e = exp_fixed(s)
+                lanes[j] += e
+                weighted_lanes[j] += e * s
+        total += _sum_lanes(lanes)
+        weighted += _sum_lanes(weighted_lanes)
+    for j in range(whole, size):
+        s = max((row[j] - top) / temperature, floor)
+        e = exp_fixed(s)
+        total += e
+        weighted += e * s
+    return total, weighted
+
+
+@njit(cache=True, nogil=True)
+def _sum_lanes(lanes):  # type: ignore[no-untyped-def]
+    total = 0.0
+    for j in range(LANES):
+        total += lanes[j]
+    return total
+
+
+@njit(cache=True, nogil=True)
+def kth_largest(keys, k, scratch):  # type: ignore[no-untyped-def]
+    """The k-th largest of `keys` [n], 1 <= k <= n. `scratch` [>= n] int32 is overwritten."""
+    n = keys.shape[0]
+    scratch[:n] = keys
+    part = scratch[:n]
+    part.sort()
+    return part[n - k]
+
+
+@njit(cache=True, nogil=True)
+def best_codes(row, block_max, k, codes, scratch):  # type: ignore[no-untyped-def]
+    """The k best finite columns in the order (value descending, column ascending).
+
+    Fills `codes` [>= 2 k + BLOCK] int64 with sortable codes, best first; `code_column` and
+    `code_key` take them apart. `scratch` [num_blocks] int32. Returns how many were found.
+    """
+    size = row.shape[0]
+    blocks = num_blocks(size)
+    line = NEG_INF_KEY + np.int32(1)
+    if k <= blocks:
+        line = max(line, kth_largest(block_max[:blocks], k, scratch))
+    count = 0
+    for b in range(blocks):
+        if block_max[b] < line:
+            continue
+        for j in range(b * BLOCK, min(size, (b + 1) * BLOCK)):
+            key = key_of(row[j])
+            if key >= line:
+                codes[count] = _code(key, j)
+                count += 1
+        if count >= 2 * k:
+            codes[:count].sort()
+            count = k
+            line = max(line, code_key(codes[k - 1]))
+    codes[:count].sort()
+    return min(count, k)
+
+
+@njit(cache=True, nogil=True, forceinline=True)
+def _code(key, column):  # type: ignore[no-untyped-def]
+    # Ascending codes are descending keys, then ascending columns.
+    return (np.int64(~key) << np.int64(32)) | np.int64(column)
+
+
+@njit(cache=True, nogil=True, forceinline=True)
+def code_key(code):  # type: ignore[no-untyped-def]
+    """Key of a code of `best_codes`."""
+    return np.int32(~np.int32(code >> np.int64(32)))
+
+
+@njit(cache=True, nogil=True, forceinline=True)
+def code_column(code):  # type: ignore[no-untyped-def]
+    """Column of a code of `best_codes`."""
+    return code & np.int64(0xFFFFFFFF)
+
+
+@njit(cache=True, nogil=True)
+def log_sum(total):  # type: ignore[no-untyped-def]
+    """Natural logarithm in float64."""
+    return math.log(total)

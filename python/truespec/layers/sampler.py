@@ -1,0 +1,159 @@
+"""The sampler: a pure function of logits, parameters, seed and position.
+
+Knows rows of logits and per-row parameters; knows no request, batch or draft. Verification runs
+this very function on every row, which is what makes speculation lossless.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from truespec.kernels.noise import signed64
+from truespec.kernels.sampling import choose_tokens
+from truespec.kernels.sampling_draft import choose_drafts, choose_top_k_drafts
+from truespec.params import SamplingParams
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingRows:
+    """How to choose the token of each row.
+
+    Attributes:
+        temperature: [n] fp32, 0 is argmax and filters do not act.
+        top_k: [n] int32, 0 keeps all.
+        top_p: [n] fp64, 1 keeps all. fp64 because 0.1 of ten equal tokens must be one of them.
+        min_p: [n] fp64, 0 keeps all.
+        seed: [n] int64, the 64 bits of the seed in two's complement.
+        position: [n] int64 absolute position of the token being chosen (a row's own position + 1).
+    """
+
+    temperature: Tensor
+    top_k: Tensor
+    top_p: Tensor
+    min_p: Tensor
+    seed: Tensor
+    position: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class SampledRows:
+    """The token of each row and the set it was chosen from.
+
+    A token is kept if its logit > keep_threshold, or == keep_threshold and its id <= tie_id.
+
+    Attributes:
+        token_ids: [n] int64, -1 where failed.
+        failed: [n] bool: NaN or +inf in the row, or nothing left to choose from.
+        keep_threshold: [n] fp32, -inf where no filter acts.
+        tie_id: [n] int64, -1 where no filter acts.
+    """
+
+    token_ids: Tensor
+    failed: Tensor
+    keep_threshold: Tensor
+    tie_id: Tensor
+
+
+def sampling_rows(
+    params: Sequence[SamplingParams], num_rows: Sequence[int], positions: Tensor
+) -> SamplingRows:
+    """Per-row parameters of requests with `num_rows[i]` adjacent rows each.
+
+    Args:
+        params: with their seed set.
+        positions: [sum(num_rows)] integer absolute position of the token each row chooses.
+    """
+    device = positions.device
+    # One transfer for all requests: five numbers each in fp64, and the seed apart (64 bits).
+    table = torch.tensor(
+        [(p.temperature, p.top_k, p.top_p, p.min_p) for p in params], dtype=torch.float64
+    ).view(-1, 4)
+    seeds = torch.tensor([_seed(p) for p in params], dtype=torch.int64)
+    if max(num_rows, default=1) > 1:
+        repeats = torch.tensor(num_rows, dtype=torch.int64)
+        table = table.repeat_interleave(repeats, dim=0)
+        seeds = seeds.repeat_interleave(repeats)
+    table = table.to(device)
+    temperature, top_k, top_p, min_p = table.t().contiguous()
+    return SamplingRows(
+        temperature=temperature.to(torch.float32),
+        top_k=top_k.to(torch.int32),
+        top_p=top_p,
+        min_p=min_p,
+        seed=seeds.to(device),
+        position=positions.to(torch.int64),
+    )
+
+
+def sample(logits: Tensor, rows: SamplingRows, vocab_size: int) -> SampledRows:
+    """Choose one token per row: argmax of (l - max) / T + noise among what the filters keep.
+
+    Filters in order: top-k, top-p (the crossing token kept), min-p; ties everywhere to the lowest
+    id. A row's result depends on that row alone, to the bit.
+
+    Args:
+        logits: [n, V_padded] fp32/bf16/fp16 after `edit_logits`, not modified.
+    """
+    return SampledRows(
+        *choose_tokens(
+            logits,
+            vocab_size,
+            temperature=rows.temperature,
+            top_k=rows.top_k,
+            top_p=rows.top_p,
+            min_p=rows.min_p,
+            seed=rows.seed,
+            position=rows.position,
+        )
+    )
+
+
+def sample_draft(
+    logits: Tensor,
+    *,
+    temperature: Tensor,
+    seed: Tensor,
+    position: Tensor,
+    target_ids: Tensor | None = None,
+    domain: int = 0,
+) -> tuple[Tensor, Tensor]:
+    """A drafter's choice per row, with the noise the target will use at that position.
+
+    Args:
+        logits: [n, DV] draft logits, DV the drafter's own (unpadded) vocabulary.
+        temperature: [n] fp32. seed, position: [n] int64; position of the drafted token.
+        target_ids: [DV] int64 target id of each draft id (d2t first), `None` for equal vocabularies.
+        domain: `kernels.noise.DOMAIN_DRAFT` in rejection mode, where drafts have their own stream.
+
+    Returns:
+        token_ids [n] int64 in target ids; logprobs [n] fp32 under softmax(logits / T) (T = 0 as 1).
+        A row with a NaN proposes its first id with logprob -inf.
+    """
+    return choose_drafts(logits, temperature, seed, position, target_ids, domain)
+
+
+def top_k_draft(
+    logits: Tensor,
+    k: int,
+    *,
+    temperature: Tensor,
+    seed: Tensor,
+    position: Tensor,
+    target_ids: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """A tree drafter's k best children per row by perturbed logits, best first.
+
+    Returns:
+        token_ids [n, k] int64 in target ids; scores [n, k] fp32, the log-softmax of the perturbed
+        logits (log q at T = 0): sum them along a path to score a node.
+    """
+    return choose_top_k_drafts(logits, temperature, seed, position, k, target_ids)
+
+
+def _seed(params: SamplingParams) -> int:
+    assert params.seed is not None, "a request reaches the sampler with its seed set"
+    return signed64(params.seed)
