@@ -16,7 +16,6 @@ from torch import Tensor
 from truespec.kernels.api import Weight
 from truespec.kernels.reference_weights import FLOAT_TYPES, widen_rows
 
-from .config import ModelConfig, read_config
 from .fields import CheckpointError, Fields
 
 TYPE_NAMES = {dtype: name for name, dtype in FLOAT_TYPES.items()}
@@ -123,7 +122,8 @@ class SafetensorsCheckpoint(Checkpoint):
                 self._handles[path] = safe_open(path, framework="pt")
             except (FileNotFoundError, SafetensorError) as error:
                 raise CheckpointError(f"{path}: {error}") from None
-            self._files.update(dict.fromkeys(self._handles[path].keys(), path))
+            names = self._handles[path].keys()  # type: ignore[no-untyped-call]  # the library
+            self._files.update(dict.fromkeys(names, path))
 
     def has(self, name: str) -> bool:
         """See `Checkpoint`."""
@@ -134,7 +134,8 @@ class SafetensorsCheckpoint(Checkpoint):
         return {name for name in self._files if not name.endswith("rotary_emb.inv_freq")}
 
     def _load(self, name: str) -> StoredTensor:
-        data = self._handles[self._files[name]].get_tensor(name)
+        handle = self._handles[self._files[name]]
+        data: Tensor = handle.get_tensor(name)  # type: ignore[no-untyped-call]  # the library
         if data.dtype not in TYPE_NAMES:
             raise CheckpointError(
                 f"{self._source}: tensor {name} has type {data.dtype}, "

@@ -36,6 +36,11 @@ class Fields:
             raise CheckpointError(f"{path} holds {type(values).__name__}, expected an object")
         return cls(values, path.name)
 
+    @property
+    def values(self) -> Mapping[str, object]:
+        """The object itself; not to be changed."""
+        return self._values
+
     def get(self, name: str) -> object:
         """The value as it is, `None` where absent."""
         return self._values.get(name)
@@ -84,7 +89,7 @@ class Fields:
             raise self.error(name, "a token id or a list of them")
         return tuple(values)
 
-    def object(self, name: str) -> Fields | None:
+    def nested(self, name: str) -> Fields | None:
         """A nested object."""
         value = self.get(name)
         if value is None:

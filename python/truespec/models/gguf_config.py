@@ -13,11 +13,26 @@ ROPE_DIVISORS = "rope_freqs.weight"
 EOS_KEYS = ("eos_token_id", "eot_token_id", "eom_token_id")
 
 _READ = frozenset(
-    """block_count context_length embedding_length feed_forward_length vocab_size
-    attention.head_count attention.head_count_kv attention.key_length attention.value_length
-    attention.layer_norm_rms_epsilon rope.freq_base rope.dimension_count rope.scaling.type
-    rope.scaling.factor rope.scaling.original_context_length rope.scaling.attn_factor
-    rope.scaling.yarn_beta_fast rope.scaling.yarn_beta_slow""".split()
+    {
+        "block_count",
+        "context_length",
+        "embedding_length",
+        "feed_forward_length",
+        "vocab_size",
+        "attention.head_count",
+        "attention.head_count_kv",
+        "attention.key_length",
+        "attention.value_length",
+        "attention.layer_norm_rms_epsilon",
+        "rope.freq_base",
+        "rope.dimension_count",
+        "rope.scaling.type",
+        "rope.scaling.factor",
+        "rope.scaling.original_context_length",
+        "rope.scaling.attn_factor",
+        "rope.scaling.yarn_beta_fast",
+        "rope.scaling.yarn_beta_slow",
+    }
 )
 _INFORMATION = frozenset({"rope.scaling.finetuned"})
 

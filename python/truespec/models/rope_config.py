@@ -16,7 +16,7 @@ def read_rope(raw: Fields) -> tuple[RopeParameters, int]:
         CheckpointError: the scaling is not built, or a field of it is missing or malformed.
     """
     positions = raw.integer("max_position_embeddings")
-    scaling = raw.object("rope_parameters") or raw.object("rope_scaling")
+    scaling = raw.nested("rope_parameters") or raw.nested("rope_scaling")
     theta = raw.number("rope_theta", 10000.0)
     if scaling is None:
         return RopeParameters(theta=theta), positions

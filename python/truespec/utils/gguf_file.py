@@ -7,6 +7,7 @@ else, the tensors above all, is the library's.
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Literal
 
 import gguf
 import numpy as np
@@ -16,7 +17,7 @@ Scalar = str | int | float | bool
 FieldParts = tuple[int, list[NDArray[np.generic]], list[int], list[gguf.GGUFValueType]]
 
 
-class GGUFFile(gguf.GGUFReader):  # type: ignore[misc]  # the library is untyped for mypy
+class GGUFFile(gguf.GGUFReader):
     """A GGUF file: `tensors` as the library gives them, metadata as Python values.
 
     The file is mapped copy-on-write, so that torch takes its arrays without a copy.
@@ -45,7 +46,7 @@ class GGUFFile(gguf.GGUFReader):  # type: ignore[misc]  # the library is untyped
         NOTE: overrides a private method. Were it renamed, reading would be slow, not wrong.
         """
         if raw_type != gguf.GGUFValueType.ARRAY:
-            return super()._get_field_parts(orig_offs, raw_type)  # type: ignore[no-any-return]
+            return super()._get_field_parts(orig_offs, raw_type)
         item_type = gguf.GGUFValueType(int(self._get(orig_offs, np.uint32)[0]))
         count = int(self._get(orig_offs + 4, np.uint64)[0])
         start = orig_offs + 12
@@ -55,14 +56,16 @@ class GGUFFile(gguf.GGUFReader):  # type: ignore[misc]  # the library is untyped
             return 12 + size, parts, list(range(count)), types
         numpy_type = self.gguf_scalar_to_np.get(item_type)
         if numpy_type is None:
-            return super()._get_field_parts(orig_offs, raw_type)  # type: ignore[no-any-return]
+            return super()._get_field_parts(orig_offs, raw_type)
         values = self._get(start, numpy_type, count)
         return 12 + int(values.nbytes), [values], [0], types
 
     def _strings(self, start: int, count: int) -> tuple[int, list[NDArray[np.generic]]]:
         """Bytes taken by `count` strings from `start` on, and one byte array per string."""
         raw = self.data.view(np.ndarray)[start:]
-        order = "big" if self.endianess == gguf.GGUFEndian.BIG else "little"
+        order: Literal["big", "little"] = (
+            "big" if self.endianess == gguf.GGUFEndian.BIG else "little"
+        )
         parts, at = [], 0
         for _ in range(count):
             length = int.from_bytes(raw[at : at + 8].tobytes(), order)
