@@ -11,6 +11,7 @@ import math
 import numpy as np
 from numba import njit
 
+from .noise import MIN_EXP
 from .noise_numba import exp_fixed
 
 BLOCK = 128  # columns per block maximum
@@ -19,6 +20,7 @@ MIN_KEY = np.int32(-(2**31))
 INF_KEY = np.int32(0x7F800000)
 NEG_INF_KEY = np.int32(-0x7F800001)
 _ZERO = np.float32(0.0)
+_MIN_EXP = np.float32(MIN_EXP)
 _SIGN = np.int32(31)
 _MAGNITUDE = np.int32(0x7FFFFFFF)
 
@@ -94,45 +96,66 @@ def count_above(row, block_max, key):  # type: ignore[no-untyped-def]
 
 
 @njit(cache=True, nogil=True)
-def exp_sums(row, top, temperature):  # type: ignore[no-untyped-def]
-    """Sum of exp(s) and of exp(s) * s over the row, s = (x - top) / temperature <= 0.
+def exp_sums(row, block_max, top, temperature, line, tie):  # type: ignore[no-untyped-def]
+    """Sum of exp(s) and of exp(s) * s over the kept columns, s = (x - top) / temperature <= 0.
 
-    Blocks are summed in fp32 over LANES accumulators, and the blocks in float64, all in order.
+    Kept is key > line, or key == line and column <= tie; (MIN_KEY, -1) keeps all. Blocks are summed
+    in fp32 over LANES accumulators, and the blocks in float64, all in one order.
     """
     size = row.shape[0]
     total = 0.0
     weighted = 0.0
-    lanes = np.empty(LANES, np.float32)
-    weighted_lanes = np.empty(LANES, np.float32)
-    floor = np.float32(-87.0)
-    whole = size // BLOCK * BLOCK
-    for start in range(0, whole, BLOCK):
-        block = row[start : start + BLOCK]
-        lanes[:] = _ZERO
-        weighted_lanes[:] = _ZERO
-        for i in range(0, BLOCK, LANES):
-            part = block[i : i + LANES]
-            for j in range(LANES):
-                s = max((part[j] - top) / temperature, floor)
-                e = exp_fixed(s)
-                lanes[j] += e
-                weighted_lanes[j] += e * s
-        total += _sum_lanes(lanes)
-        weighted += _sum_lanes(weighted_lanes)
-    for j in range(whole, size):
-        s = max((row[j] - top) / temperature, floor)
-        e = exp_fixed(s)
-        total += e
-        weighted += e * s
+    sums = np.empty((2, LANES), np.float32)
+    for b in range(num_blocks(size)):
+        if block_max[b] < line:
+            continue
+        start = b * BLOCK
+        if start + BLOCK <= size:
+            block = row[start : start + BLOCK]
+            _lane_sums(block, start, top, temperature, line, tie, sums)
+        else:
+            _tail_sums(row[start:], start, top, temperature, line, tie, sums)
+        for j in range(LANES):
+            total += sums[0, j]
+            weighted += sums[1, j]
     return total, weighted
 
 
 @njit(cache=True, nogil=True)
-def _sum_lanes(lanes):  # type: ignore[no-untyped-def]
-    total = 0.0
-    for j in range(LANES):
-        total += lanes[j]
-    return total
+def _lane_sums(block, start, top, temperature, line, tie, sums):  # type: ignore[no-untyped-def]
+    """Sums of one whole block: lane j adds columns j, j + LANES, ..."""
+    lanes = sums[0]
+    weighted = sums[1]
+    lanes[:] = _ZERO
+    weighted[:] = _ZERO
+    last_tie = np.int32(tie)
+    for i in range(0, BLOCK, LANES):
+        part = block[i : i + LANES]
+        first = np.int32(start + i)
+        for j in range(LANES):
+            x = part[j]
+            e, s = _term(x, np.int32(first + np.int32(j)), top, temperature, line, last_tie)
+            lanes[j] += e
+            weighted[j] += e * s
+
+
+@njit(cache=True, nogil=True)
+def _tail_sums(block, start, top, temperature, line, tie, sums):  # type: ignore[no-untyped-def]
+    """The same for a last, shorter block."""
+    sums[:] = _ZERO
+    for j in range(block.shape[0]):
+        e, s = _term(block[j], np.int32(start + j), top, temperature, line, np.int32(tie))
+        sums[0, j % LANES] += e
+        sums[1, j % LANES] += e * s
+
+
+@njit(cache=True, nogil=True, forceinline=True)
+def _term(x, column, top, temperature, line, tie):  # type: ignore[no-untyped-def]
+    # NOTE: the clamp keeps 0 * -inf out; exp(-87) vanishes beside the 1 of the largest token.
+    s = max((x - top) / temperature, _MIN_EXP)
+    key = key_of(x)
+    is_kept = (key > line) | ((key == line) & (column <= tie))
+    return (exp_fixed(s) if is_kept else _ZERO), s
 
 
 @njit(cache=True, nogil=True)

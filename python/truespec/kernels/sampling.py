@@ -57,7 +57,10 @@ def choose_tokens(
     if use_numba(device):
         for begin, end in row_blocks(logits, 16):
             _choose_numba(
-                logits[begin:end], vocab_size, [r[begin:end] for r in rows], [o[begin:end] for o in out]
+                logits[begin:end],
+                vocab_size,
+                [r[begin:end] for r in rows],
+                [o[begin:end] for o in out],
             )
         return out
     step = max(1, _REFERENCE_ELEMENTS // max(1, vocab_size))
@@ -114,9 +117,7 @@ def identity_ids(vocab_size: int) -> Tensor:
     return torch.arange(vocab_size, dtype=torch.int32)
 
 
-def _choose_numba(
-    logits: Tensor, vocab_size: int, rows: list[Tensor], out: list[Tensor]
-) -> None:
+def _choose_numba(logits: Tensor, vocab_size: int, rows: list[Tensor], out: list[Tensor]) -> None:
     from .sampling_numba import sample_rows
 
     flat, stride = flat_fp32(logits)
@@ -131,9 +132,7 @@ def _choose_numba(
     run_row_ranges(run, logits.shape[0], vocab_size)
 
 
-def _num_kept(
-    sorted_scaled: Tensor, top_k: Tensor, top_p: Tensor, log_min_p: Tensor
-) -> Tensor:
+def _num_kept(sorted_scaled: Tensor, top_k: Tensor, top_p: Tensor, log_min_p: Tensor) -> Tensor:
     """How many of the sorted (l - max) / T the filters keep, at least 1. [n] int64."""
     vocab_size = sorted_scaled.shape[1]
     rank = torch.arange(vocab_size, device=sorted_scaled.device)

@@ -44,19 +44,15 @@ def draft_rows(
             t = _ONE
         else:
             low, high = row_keys(seed[i], position[i], np.uint64(domain))
-            best = perturbed_argmax(
-                row, token_ids, block_max, first, t, MIN_KEY, -1, low, high
-            )
+            best = perturbed_argmax(row, token_ids, block_max, first, t, MIN_KEY, -1, low, high)
         top = value_of(top_key)
-        total, _ = exp_sums(row, top, t)
+        total, _ = exp_sums(row, block_max, top, t, MIN_KEY, -1)
         columns[i] = best
         logprobs[i] = (row[best] - top) / t - log_sum(total)
 
 
 @njit(cache=True, nogil=True)
-def top_k_draft_rows(
-    flat, stride, vocab, token_ids, temperature, seed, position, columns, scores
-):  # type: ignore[no-untyped-def]
+def top_k_draft_rows(flat, stride, vocab, token_ids, temperature, seed, position, columns, scores):  # type: ignore[no-untyped-def]
     """The k best columns of each perturbed row; see `sampling_draft.choose_top_k_drafts`."""
     k = columns.shape[1]
     block_max = np.empty(num_blocks(vocab), np.int32)
@@ -77,7 +73,7 @@ def top_k_draft_rows(
             row = perturbed
             top_key = block_maxima(row, block_max)
         top = value_of(top_key)
-        total, _ = exp_sums(row, top, _ONE)
+        total, _ = exp_sums(row, block_max, top, _ONE, MIN_KEY, -1)
         found = best_codes(row, block_max, k, codes, scratch)
         for j in range(found):
             columns[i, j] = code_column(codes[j])

@@ -32,7 +32,19 @@ _RADIX = ((21, 2047), (10, 2047), (0, 1023))  # (shift, bucket mask), most signi
 
 @njit(cache=True, nogil=True)
 def sample_rows(
-    flat, stride, begin, end, vocab, all_ids, temperature, top_k, top_p, log_min_p, seed, position, out
+    flat,
+    stride,
+    begin,
+    end,
+    vocab,
+    all_ids,
+    temperature,
+    top_k,
+    top_p,
+    log_min_p,
+    seed,
+    position,
+    out,
 ):  # type: ignore[no-untyped-def]
     """Rows begin .. end - 1 of `flat`, row i at i * stride. `out`: ids, failed, threshold, tie.
 
@@ -66,7 +78,9 @@ def sample_rows(
         tie = -1
         if _has_filter(vocab, t, top_k[i], top_p[i], log_min_p[i]):
             kept = (columns, keys, masses, hist)
-            n = _filter(row, block_max, value_of(top_key), t, top_k[i], top_p[i], log_min_p[i], kept)
+            n = _filter(
+                row, block_max, value_of(top_key), t, top_k[i], top_p[i], log_min_p[i], kept
+            )
             line, tie = _last_kept(columns, keys, n)
             threshold[i] = value_of(line)
             tie_id[i] = tie
@@ -134,7 +148,7 @@ def _score_block(part, start, top, t, line, tie, low, high, scores):  # type: ig
 
 @njit(cache=True, nogil=True)
 def _filter(row, block_max, top, t, top_k, top_p, log_min_p, kept):  # type: ignore[no-untyped-def]
-    """Apply top-k, top-p and min-p; the kept columns and keys stand in `kept`, ascending columns."""
+    """Apply top-k, top-p and min-p; leaves the kept columns, ascending, and their keys in `kept`."""
     columns, keys, masses, hist = kept
     n = -1  # nothing gathered yet: the whole row
     if 0 < top_k < row.shape[0]:
@@ -237,7 +251,7 @@ def _cut(columns, keys, masses, n, target, hist):  # type: ignore[no-untyped-def
 
 @njit(cache=True, nogil=True)
 def _crossing(keys, masses, n, target, hist):  # type: ignore[no-untyped-def]
-    """The key at which the mass from the top reaches `target`, and the mass needed of its equals."""
+    """The key where the mass from the top reaches `target`, and the mass needed of its equals."""
     prefix = np.uint32(0)
     fixed = np.uint32(0)
     need = np.int64(target)

@@ -126,7 +126,7 @@ def sample_draft(
     Args:
         logits: [n, DV] draft logits, DV the drafter's own (unpadded) vocabulary.
         temperature: [n] fp32. seed, position: [n] int64; position of the drafted token.
-        target_ids: [DV] int64 target id of each draft id (d2t first), `None` for equal vocabularies.
+        target_ids: [DV] int64 target id of each draft id (d2t first), `None` if they are the same.
         domain: `kernels.noise.DOMAIN_DRAFT` in rejection mode, where drafts have their own stream.
 
     Returns:

@@ -1,0 +1,252 @@
+"""Logprobs of emitted tokens from logits, without a table of them. Wrapper and torch reference.
+
+Knows rows, slots and packed questions; the kernel is `logprob_numba.py`. A slot is one emitted
+token; its answers depend on its own row and question alone.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from .rows import flat_fp32, run_row_ranges, use_numba
+from .sampling import MIN_TEMPERATURE, is_kept
+
+RAW, TEMPERATURE, PROCESSED = range(3)  # mode codes; -1 is none
+_REFERENCE_ELEMENTS = 2**20
+_WIDENED_SLOTS = 8  # bf16 and fp16 rows are widened so many at a time
+
+
+@dataclass(frozen=True, slots=True)
+class SlotQuestions:
+    """What is asked of S slots by bs requests.
+
+    Attributes:
+        token_ids, row_index, requests: [S] int64; token -1 marks an invalid slot.
+        k: [bs] int32 best tokens per slot. modes: [bs, M] int8 mode codes.
+        asked_ids: [num_asked] int64; cu_asked: [bs + 1] int32 their offsets.
+    """
+
+    token_ids: Tensor
+    row_index: Tensor
+    requests: Tensor
+    k: Tensor
+    modes: Tensor
+    asked_ids: Tensor
+    cu_asked: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class EditedRows:
+    """Rows of the temperature and processed modes: logits [n, V] and [n] parameters of each row."""
+
+    logits: Tensor
+    temperature: Tensor
+    keep_threshold: Tensor
+    tie_id: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class SlotAnswers:
+    """Where answers go, filled with -1 (ids), 0 (ranks) and nan (the rest) before the call.
+
+    Attributes:
+        chosen: [M, S] fp32. top_ids: [M, S, K] int32. top_values: [M, S, K] fp32.
+        asked: [M, S, A] fp32. rank: [S] int32. entropy: [S] fp32.
+    """
+
+    chosen: Tensor
+    top_ids: Tensor
+    top_values: Tensor
+    asked: Tensor
+    rank: Tensor
+    entropy: Tensor
+
+
+def answer_slots(
+    logits: Tensor,
+    vocab_size: int,
+    questions: SlotQuestions,
+    edited: EditedRows | None,
+    answers: SlotAnswers,
+) -> None:
+    """Fill `answers`. `edited` is needed when a mode other than raw is asked.
+
+    `logits` [num_rows, >= vocab_size] fp32/bf16/fp16 raw logits, not modified.
+    """
+    num_slots = questions.token_ids.shape[0]
+    if edited is None:
+        empty = logits.new_empty(0, dtype=torch.float32)
+        edited = EditedRows(logits[:0], empty, empty, empty.to(torch.int64))
+    if use_numba(logits.device):
+        step = num_slots
+        if not (_is_direct(logits) and _is_direct(edited.logits)):
+            step = _WIDENED_SLOTS
+        answer = _answer_numba
+    else:
+        step = max(1, _REFERENCE_ELEMENTS // vocab_size)
+        answer = _answer_reference
+    for begin in range(0, num_slots, max(1, step)):
+        answer(logits, vocab_size, questions, edited, answers, begin, min(num_slots, begin + step))
+
+
+def _is_direct(logits: Tensor) -> bool:
+    """Whether the kernel can read the tensor as it is."""
+    return logits.dtype == torch.float32 and logits.stride(-1) == 1
+
+
+def _answer_numba(
+    logits: Tensor,
+    vocab_size: int,
+    questions: SlotQuestions,
+    edited: EditedRows,
+    answers: SlotAnswers,
+    begin: int,
+    end: int,
+) -> None:
+    from .logprob_numba import logprob_slots
+
+    rows = questions.row_index[begin:end].clamp_min(0)
+    raw_flat, raw_stride, raw_rows = _flat(logits, rows)
+    edited_flat, edited_stride, edited_rows = raw_flat[:0], 0, raw_rows
+    limits = (edited.temperature, edited.keep_threshold, edited.tie_id)
+    if edited.logits.shape[0] > 0:
+        edited_flat, edited_stride, edited_rows = _flat(edited.logits, rows)
+        if edited_rows is not rows:
+            limits = tuple(limit[rows] for limit in limits)  # type: ignore[assignment]
+    part = slice(begin, end)
+    slots = (questions.token_ids[part], raw_rows, edited_rows, questions.requests[part])
+    ask = (questions.k, questions.asked_ids, questions.cu_asked, questions.modes)
+    out = (
+        answers.chosen[:, part],
+        answers.top_ids[:, part],
+        answers.top_values[:, part],
+        answers.asked[:, part],
+        answers.rank[part],
+        answers.entropy[part],
+    )
+    args = (
+        (raw_flat.numpy(), raw_stride),
+        (edited_flat.numpy(), edited_stride),
+        tuple(t.contiguous().numpy() for t in slots),
+        vocab_size,
+    )
+    rest = tuple(tuple(t.numpy() for t in group) for group in (ask, limits, out))
+
+    def run(first: int, last: int) -> None:
+        logprob_slots(*args, first, last, *rest)
+
+    run_row_ranges(run, end - begin, vocab_size)
+
+
+def _flat(logits: Tensor, rows: Tensor) -> tuple[Tensor, int, Tensor]:
+    """Flat fp32 logits, their row distance, and where `rows` are in them."""
+    if _is_direct(logits):
+        return *flat_fp32(logits), rows
+    return *flat_fp32(logits[rows]), torch.arange(rows.shape[0])
+
+
+def _answer_reference(
+    logits: Tensor,
+    vocab_size: int,
+    questions: SlotQuestions,
+    edited: EditedRows,
+    answers: SlotAnswers,
+    begin: int,
+    end: int,
+) -> None:
+    part = slice(begin, end)
+    token_ids = questions.token_ids[part]
+    requests = questions.requests[part]
+    rows = questions.row_index[part].clamp_min(0)
+    modes = questions.modes[requests]  # [s, M]
+    is_asked = (token_ids >= 0) & (modes >= 0).any(-1)
+    x = logits[rows, :vocab_size].to(torch.float32)
+    stats = _Stats(x, torch.ones_like(x[:, 0]), torch.ones_like(x, dtype=torch.bool))
+    is_asked = is_asked & stats.is_valid
+    chosen_logit = x.gather(-1, token_ids.clamp_min(0).unsqueeze(-1))
+    answers.rank[part] = torch.where(is_asked, 1 + (x > chosen_logit).sum(-1), 0).to(torch.int32)
+    answers.entropy[part] = torch.where(is_asked, stats.entropy, torch.nan)
+    _write_mode(stats, RAW, questions, answers, part, is_asked)
+    if edited.logits.shape[0] == 0:
+        return
+    x = edited.logits[rows, :vocab_size].to(torch.float32)
+    temperature = edited.temperature[rows]
+    temperature = torch.where(temperature < MIN_TEMPERATURE, 1.0, temperature)
+    everything = torch.ones_like(x, dtype=torch.bool)
+    _write_mode(_Stats(x, temperature, everything), TEMPERATURE, questions, answers, part, is_asked)
+    ids = torch.arange(vocab_size, device=x.device)
+    kept = is_kept(x, ids, edited.keep_threshold[rows, None], edited.tie_id[rows, None])
+    _write_mode(_Stats(x, temperature, kept), PROCESSED, questions, answers, part, is_asked)
+
+
+class _Stats:
+    """A block of rows under one distribution: logprobs of any ids, and the entropy."""
+
+    def __init__(self, x: Tensor, temperature: Tensor, kept: Tensor) -> None:
+        top = x.amax(-1, keepdim=True)
+        self.is_valid = top.isfinite().squeeze(-1)
+        self.x = x
+        self.scaled = torch.where(
+            kept & (x > -torch.inf), (x - top) / temperature[:, None], -torch.inf
+        )
+        e = self.scaled.to(torch.float64).exp()
+        total = e.sum(-1)
+        self.log_total = total.log()
+        weighted = torch.where(e > 0, e * self.scaled.to(torch.float64), 0.0).sum(-1)
+        self.entropy = (self.log_total - weighted / total).to(torch.float32)
+
+    def logprobs(self, ids: Tensor) -> Tensor:
+        """[s, c] logprobs of ids [s, c], nan where filtered or impossible."""
+        values = self.scaled.gather(-1, ids).to(torch.float64) - self.log_total[:, None]
+        return torch.where(values > -torch.inf, values, torch.nan).to(torch.float32)
+
+    def best(self, k: int) -> Tensor:
+        """[s, k] ids by (value descending, id ascending)."""
+        bits = (self.x + 0.0).view(torch.int32)
+        key = (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(torch.int64)
+        ids = torch.arange(self.x.shape[1], device=self.x.device)
+        codes = (~key << 32) | ids
+        return torch.topk(codes, k, dim=-1, largest=False).values & 0xFFFFFFFF
+
+
+def _write_mode(
+    stats: _Stats,
+    mode: int,
+    questions: SlotQuestions,
+    answers: SlotAnswers,
+    part: slice,
+    is_asked: Tensor,
+) -> None:
+    """Write the answers of one mode where a slot asks for it."""
+    requests = questions.requests[part]
+    is_mode = (questions.modes[requests] == mode) & is_asked[:, None]  # [s, M]
+    where = is_mode.t()  # [M, s]
+
+    def put(out: Tensor, values: Tensor, mask: Tensor) -> None:
+        out[:, part] = torch.where(mask, values.to(out.dtype), out[:, part])
+
+    chosen = stats.logprobs(questions.token_ids[part].clamp_min(0)[:, None])[:, 0]
+    put(answers.chosen, chosen, where)
+    k_max = answers.top_ids.shape[2]
+    k_found = min(k_max, stats.x.shape[1])
+    if k_found > 0:
+        ids = stats.best(k_found)
+        values = stats.logprobs(ids)
+        has = torch.arange(k_found, device=ids.device) < questions.k[requests][:, None]
+        has = where[:, :, None] & (has & ~values.isnan())
+        put(answers.top_ids[:, :, :k_found], ids, has)
+        put(answers.top_values[:, :, :k_found], values, has)
+    a_max = answers.asked.shape[2]
+    if a_max > 0:
+        first = questions.cu_asked[requests].to(torch.int64)
+        count = questions.cu_asked[requests + 1].to(torch.int64) - first
+        j = torch.arange(a_max, device=first.device)
+        has = j < count[:, None]
+        last = questions.asked_ids.shape[0] - 1
+        ids = questions.asked_ids[(first[:, None] + j).clamp_max(last)]
+        has &= (ids >= 0) & (ids < stats.x.shape[1])
+        values = stats.logprobs(torch.where(has, ids, 0))
+        put(answers.asked, values, where[:, :, None] & has)

@@ -1,0 +1,137 @@
+"""Logprobs of one emitted token in numba: two reads of its row, whatever is asked of it.
+
+Knows flat rows and packed questions. The first read takes the maxima of blocks, the second the
+log-sum-exp; best tokens and ranks look only into blocks whose maximum can matter.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numba import njit
+
+from .row_scan import (
+    BLOCK,
+    MIN_KEY,
+    best_codes,
+    block_maxima,
+    code_column,
+    code_key,
+    count_above,
+    exp_sums,
+    key_of,
+    log_sum,
+    num_blocks,
+    value_of,
+)
+
+_ONE = np.float32(1.0)
+_NAN = np.float32(np.nan)
+_NEG_INF = np.float32(-np.inf)
+_MIN_TEMPERATURE = np.float32(2.0**-126)
+_RAW = 0
+_PROCESSED = 2
+
+
+@njit(cache=True, nogil=True)
+def logprob_slots(raw, edited, slots, vocab, begin, end, ask, filters, out):  # type: ignore[no-untyped-def]
+    """Answer slots begin .. end - 1.
+
+    Args:
+        raw, edited: (flat fp32, distance between rows).
+        slots: (token, raw row, edited row, request) of each slot, int64; token -1 is invalid.
+        ask: (k [bs], asked ids, offsets [bs + 1], mode codes [bs, M]).
+        filters: per edited row (temperature, keep threshold, tie id).
+        out: (chosen [M, S], top ids [M, S, K], top values, asked [M, S, A], rank [S],
+            entropy [S]), filled with their fillers.
+    """
+    blocks = num_blocks(vocab)
+    k_max = out[1].shape[2]
+    block_max = np.empty(blocks, np.int32)
+    scratch = (np.empty(2 * k_max + BLOCK, np.int64), np.empty(blocks, np.int32))
+    for s in range(begin, end):
+        token = slots[0][s]
+        request = slots[3][s]
+        modes = ask[3][request]
+        if token < 0 or modes.max() < 0:
+            continue
+        row = _row(raw, slots[1][s], vocab)
+        top_key = block_maxima(row, block_max)
+        if top_key != MIN_KEY:
+            _answer_raw(row, block_max, value_of(top_key), s, token, request, ask, out, scratch)
+        if modes.max() > _RAW:
+            r = slots[2][s]
+            row = _row(edited, r, vocab)
+            top_key = block_maxima(row, block_max)
+            if top_key != MIN_KEY:
+                limits = (filters[0][r], filters[1][r], filters[2][r])
+                _answer_edited(
+                    row, block_max, value_of(top_key), limits, s, token, request, ask, out, scratch
+                )
+
+
+@njit(cache=True, nogil=True)
+def _row(rows, index, vocab):  # type: ignore[no-untyped-def]
+    flat, stride = rows
+    start = np.int64(index) * np.int64(stride)
+    return flat[start : start + vocab]
+
+
+@njit(cache=True, nogil=True)
+def _answer_raw(row, block_max, top, s, token, request, ask, out, scratch):  # type: ignore[no-untyped-def]
+    total, weighted = exp_sums(row, block_max, top, _ONE, MIN_KEY, -1)
+    log_total = log_sum(total)
+    out[4][s] = 1 + count_above(row, block_max, key_of(row[token]))
+    out[5][s] = log_total - weighted / total
+    modes = ask[3][request]
+    for m in range(modes.shape[0]):
+        if modes[m] == _RAW:
+            found = best_codes(row, block_max, ask[0][request], scratch[0], scratch[1])
+            scale = (top, _ONE, log_total, _NEG_INF, np.int64(-1))
+            _write(row, scale, m, s, token, request, ask, out, scratch[0], found)
+
+
+@njit(cache=True, nogil=True)
+def _answer_edited(row, block_max, top, limits, s, token, request, ask, out, scratch):  # type: ignore[no-untyped-def]
+    t = limits[0] if limits[0] >= _MIN_TEMPERATURE else _ONE
+    found = best_codes(row, block_max, ask[0][request], scratch[0], scratch[1])
+    modes = ask[3][request]
+    for m in range(modes.shape[0]):
+        if modes[m] <= _RAW:
+            continue
+        threshold = _NEG_INF
+        tie = np.int64(-1)
+        line = MIN_KEY
+        if modes[m] == _PROCESSED and limits[1] > _NEG_INF:
+            threshold = limits[1]
+            tie = limits[2]
+            line = key_of(threshold)
+        total, _ = exp_sums(row, block_max, top, t, line, tie)
+        scale = (top, t, log_sum(total), threshold, tie)
+        _write(row, scale, m, s, token, request, ask, out, scratch[0], found)
+
+
+@njit(cache=True, nogil=True)
+def _write(row, scale, m, s, token, request, ask, out, codes, found):  # type: ignore[no-untyped-def]
+    """Chosen, best and asked tokens of one mode; the kept best are a prefix of the best."""
+    out[0][m, s] = _logprob(row[token], token, scale)
+    for j in range(found):
+        column = code_column(codes[j])
+        value = _logprob(value_of(code_key(codes[j])), column, scale)
+        if np.isnan(value):
+            break
+        out[1][m, s, j] = column
+        out[2][m, s, j] = value
+    first = ask[2][request]
+    for j in range(ask[2][request + 1] - first):
+        column = ask[1][first + j]
+        if 0 <= column < row.shape[0]:
+            out[3][m, s, j] = _logprob(row[column], column, scale)
+
+
+@njit(cache=True, nogil=True)
+def _logprob(x, column, scale):  # type: ignore[no-untyped-def]
+    """Logprob of one token, nan where it is filtered or impossible."""
+    top, t, log_total, threshold, tie = scale
+    if x > threshold or (x == threshold and column <= tie):
+        return np.float32(np.float64((x - top) / t) - log_total)
+    return _NAN
