@@ -1,1 +1,84 @@
-"""Room of truespec; see docs/architecture.md."""
+"""The numba kernel set: fast on a CPU, row-invariant by construction.
+
+Every output is a fixed chain of IEEE operations, whatever the other rows, threads or CPU type.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from torch import Tensor
+
+from truespec.kernels.api import (
+    DecoderStack,
+    KernelSet,
+    KVBuffers,
+    LayerWeights,
+    PackedLinear,
+    StackShape,
+    Weight,
+)
+from truespec.kernels.reference_weights import widen_rows
+
+from .compile import Cpu, Progress, host_cpu
+from .linear import CpuLinear
+from .runtime import Runtime
+from .small import move_slots, rms_norm
+from .stack import CpuStack
+
+
+class CpuKernels(KernelSet):
+    """Compiled kernels for this machine's CPU. One thread at a time may use a set."""
+
+    name = "numba"
+
+    def __init__(
+        self,
+        cache_dir: Path,
+        *,
+        num_threads: int | None = None,
+        progress: Progress | None = None,
+        cpu: Cpu | None = None,
+    ) -> None:
+        """Load compiled code, or compile it the first time (about 10 seconds).
+
+        Args:
+            cache_dir: where compiled code is kept.
+            num_threads: compute threads; `None` takes one per usable core.
+            progress: told what is being compiled.
+            cpu: what to compile for; `None` takes this machine's CPU.
+
+        Raises:
+            RuntimeError: the CPU lacks what the kernels need (AVX2, FMA and F16C on x86).
+        """
+        threads = num_threads or len(os.sched_getaffinity(0))
+        self._runtime = Runtime(cpu or host_cpu(), cache_dir, threads, progress)
+
+    def set_num_threads(self, num_threads: int) -> None:
+        """Compute on this many threads from the next call on; results do not change."""
+        self._runtime.pool.set_num_threads(num_threads)
+
+    def close(self) -> None:
+        """Stop the compute threads; a later call starts them again."""
+        self._runtime.pool.close()
+
+    def linear(self, weight: Weight, bias: Tensor | None = None) -> PackedLinear:
+        """See `KernelSet`."""
+        return CpuLinear(weight, bias, self._runtime)
+
+    def decoder_stack(self, layers: list[LayerWeights], shape: StackShape) -> DecoderStack:
+        """See `KernelSet`."""
+        return CpuStack(layers, shape, self._runtime)
+
+    def embedding(self, weight: Weight, token_ids: Tensor) -> Tensor:
+        """See `KernelSet`."""
+        return widen_rows(weight.data[token_ids], weight.type)
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """See `KernelSet`."""
+        return rms_norm(self._runtime, x, weight, eps)
+
+    def move_kv(self, kv: KVBuffers, src_slots: Tensor, dst_slots: Tensor) -> None:
+        """See `KernelSet`."""
+        move_slots(self._runtime, kv, src_slots, dst_slots)

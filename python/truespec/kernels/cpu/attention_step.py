@@ -1,0 +1,242 @@
+"""Attention of a step as compiled Python: units of (group of rows, KV head), taken dynamically.
+
+Rows of a group belong to one request. Whole blocks that all of them see are loaded once for all;
+the blocks at a row's end, and those with slots of its own (tree rows), are visited row by row with
+the same kernels. Keys come in position order in both cases.
+"""
+
+from __future__ import annotations
+
+from numba import njit
+
+from .layout import (
+    ATTENDED,
+    ATTENDED_STRIDE,
+    BLOCK_BYTES,
+    BLOCKS_PER_PAGE,
+    FETCH_ADD,
+    FINISH,
+    GROUP_STARTS,
+    HEAD_DIM,
+    KEYS,
+    KV_LENS,
+    MAX_QUERIES,
+    MOVE_KEY,
+    MOVE_VALUE,
+    NUM_BLOCKS,
+    NUM_GROUPS,
+    NUM_HEADS,
+    NUM_KV_HEADS,
+    PAGE_TABLE,
+    PAGE_TABLE_STRIDE,
+    QKV,
+    QKV_STRIDE,
+    ROW_TO_REQ,
+    SCORE_STRIDE,
+    SCORES,
+    SCRATCH,
+    SCRATCH_BYTES,
+    SOFTMAX,
+    SPAN,
+    TAIL_SLOTS,
+    TAIL_STARTS,
+    TAIL_STRIDE,
+    UNIT_COUNTERS,
+    VALUES,
+    VALUES_POOL,
+)
+from .native import call, int32s, int64s
+
+BLOCK = 16
+FLOAT = 4
+SPAN_BLOCKS = SPAN // BLOCK
+
+
+@njit
+def attend_rows(r, thread, index):  # type: ignore[no-untyped-def]
+    """Units of one layer until none is left; the longest (last) rows first."""
+    counter = r[UNIT_COUNTERS] + index * 8
+    kv_heads = r[NUM_KV_HEADS]
+    units = r[NUM_GROUPS] * kv_heads
+    unit = call(r[FETCH_ADD], (counter,))
+    while unit < units:
+        group = r[NUM_GROUPS] - 1 - unit // kv_heads
+        starts = int32s(r[GROUP_STARTS])
+        scratch = r[SCRATCH] + thread * r[SCRATCH_BYTES]
+        attend_group(r, index, starts[group], starts[group + 1], unit % kv_heads, scratch)
+        unit = call(r[FETCH_ADD], (counter,))
+
+
+@njit
+def attend_group(r, index, first, last, head, scratch):  # type: ignore[no-untyped-def]
+    """Rows [first, last) of one request for one KV head."""
+    head_dim, per_kv = r[HEAD_DIM], r[NUM_HEADS] // r[NUM_KV_HEADS]
+    num = (last - first) * per_kv
+    queries = scratch
+    acc = queries + num * head_dim * FLOAT
+    states = acc + num * head_dim * FLOAT
+    scores = states + num * 64
+    own_block = scores + num * SCORE_STRIDE * FLOAT
+    gather_queries(r, first, last, head * per_kv, per_kv, queries)
+    common, end = common_blocks(r, first, last)
+    for span in range(0, end, SPAN_BLOCKS):
+        stop = min(span + SPAN_BLOCKS, end)
+        shared_stop = min(stop, common)
+        shared_scores(r, index, first, head, span, shared_stop, num, queries, scores)
+        for row in range(first, last):
+            at = (row - first) * per_kv
+            q, s = queries + at * head_dim * FLOAT, scores + at * SCORE_STRIDE * FLOAT
+            row_stop = min(stop, row_blocks(r, row))
+            for block in range(max(span, shared_stop), row_stop):
+                key = row_block(r, index, row, head, block, own_block, True)
+                target = s + (block - span) * BLOCK * FLOAT
+                ld = SCORE_STRIDE * FLOAT
+                call(r[SCORES], (q, per_kv, key, 0, head_dim, target, ld))
+            softmax_row(r, row, at, per_kv, span, s, states, acc)
+        shared_values(r, index, first, head, span, shared_stop, num, scores, acc)
+        for row in range(first, last):
+            at = (row - first) * per_kv
+            for block in range(max(span, shared_stop), min(stop, row_blocks(r, row))):
+                row_values(r, index, row, head, span, block, at, per_kv, scores, acc, own_block)
+    finish_rows(r, first, last, head * per_kv, per_kv, acc, states)
+
+
+@njit
+def gather_queries(r, first, last, column, per_kv, queries):  # type: ignore[no-untyped-def]
+    """Copy the queries of a unit into [rows * per_kv, head_dim]."""
+    size = per_kv * r[HEAD_DIM]
+    for row in range(first, last):
+        at = row * r[QKV_STRIDE] + column * r[HEAD_DIM]
+        source = int32s(r[QKV] + at * FLOAT)
+        target = int32s(queries + (row - first) * size * FLOAT)
+        for i in range(size):
+            target[i] = source[i]
+
+
+@njit
+def common_blocks(r, first, last):  # type: ignore[no-untyped-def]
+    """(whole blocks that every row reads from its pages, blocks of the longest row)."""
+    common, end = paged_len(r, first) // BLOCK, 0
+    for row in range(first, last):
+        common = min(common, paged_len(r, row) // BLOCK)
+        end = max(end, row_blocks(r, row))
+    return common, end
+
+
+@njit
+def paged_len(r, row):  # type: ignore[no-untyped-def]
+    """Positions of a row that are read through the page table."""
+    length = int64s_of_32(r[KV_LENS], row)
+    if r[TAIL_STARTS] != 0:
+        length = min(length, int64s_of_32(r[TAIL_STARTS], row))
+    return length
+
+
+@njit
+def row_blocks(r, row):  # type: ignore[no-untyped-def]
+    """Blocks that a row sees, the last one perhaps in part."""
+    return (int64s_of_32(r[KV_LENS], row) + BLOCK - 1) // BLOCK
+
+
+@njit
+def int64s_of_32(address, i):  # type: ignore[no-untyped-def]
+    """Element i of an int32 array, widened."""
+    return int(int32s(address)[i])
+
+
+@njit
+def page_slot(r, row, position):  # type: ignore[no-untyped-def]
+    """Pool slot of a position of the row's request."""
+    page_size = r[BLOCKS_PER_PAGE] * BLOCK
+    request = int64s_of_32(r[ROW_TO_REQ], row)
+    page = int64s_of_32(r[PAGE_TABLE], request * r[PAGE_TABLE_STRIDE] + position // page_size)
+    return page * page_size + position % page_size
+
+
+@njit
+def pool_address(r, index, head, slot, keys):  # type: ignore[no-untyped-def]
+    """Address of the K or V block of one head that holds `slot`."""
+    base = r[KEYS] if keys else r[VALUES_POOL]
+    block = (index * r[NUM_BLOCKS] + slot // BLOCK) * r[NUM_KV_HEADS] + head
+    return base + block * r[BLOCK_BYTES]
+
+
+@njit
+def row_block(r, index, row, head, block, own_block, keys):  # type: ignore[no-untyped-def]
+    """Address of a block of keys or values of one row, gathered if it has slots of its own."""
+    start = block * BLOCK
+    stop = min(start + BLOCK, int64s_of_32(r[KV_LENS], row))
+    paged = paged_len(r, row)
+    if stop <= paged:
+        return pool_address(r, index, head, page_slot(r, row, start), keys)
+    tail = int64s(r[TAIL_SLOTS] + row * r[TAIL_STRIDE] * 8)
+    move = r[MOVE_KEY] if keys else r[MOVE_VALUE]
+    for position in range(start, stop):
+        slot = tail[position - paged] if position >= paged else page_slot(r, row, position)
+        source = pool_address(r, index, head, slot, keys)
+        call(move, (source, slot % BLOCK, own_block, position - start, r[HEAD_DIM]))
+    return own_block
+
+
+@njit
+def shared_scores(r, index, row, head, span, stop, num, queries, scores):  # type: ignore[no-untyped-def]
+    """Scores of all queries of a unit for blocks [span, stop), two blocks at a time."""
+    for block in range(span, stop, 2):
+        slot = page_slot(r, row, block * BLOCK)
+        first, second = pool_address(r, index, head, slot, True), 0
+        if block + 1 < stop:
+            slot = page_slot(r, row, (block + 1) * BLOCK)
+            second = pool_address(r, index, head, slot, True)
+        target = scores + (block - span) * BLOCK * FLOAT
+        ld = SCORE_STRIDE * FLOAT
+        call(r[SCORES], (queries, num, first, second, r[HEAD_DIM], target, ld))
+
+
+@njit
+def softmax_row(r, row, at, per_kv, span, scores, states, acc):  # type: ignore[no-untyped-def]
+    """Softmax of a span for the queries `at` .. of one row, over exactly its keys."""
+    length = min(int64s_of_32(r[KV_LENS], row) - span * BLOCK, SPAN)
+    if length > 0:
+        for i in range(per_kv):
+            out = acc + (at + i) * r[HEAD_DIM] * FLOAT
+            state = states + (at + i) * 64
+            values = scores + i * SCORE_STRIDE * FLOAT
+            call(r[SOFTMAX], (values, length, state, out, r[HEAD_DIM], int(span == 0)))
+
+
+@njit
+def shared_values(r, index, row, head, span, stop, num, scores, acc):  # type: ignore[no-untyped-def]
+    """Weighted values of blocks [span, stop) for all queries of a unit."""
+    ld, ld_out = SCORE_STRIDE * FLOAT, r[HEAD_DIM] * FLOAT
+    for block in range(span, stop):
+        value = pool_address(r, index, head, page_slot(r, row, block * BLOCK), False)
+        p = scores + (block - span) * BLOCK * FLOAT
+        call(r[VALUES], (p, ld, num, value, BLOCK, r[HEAD_DIM], acc, ld_out))
+
+
+@njit
+def row_values(r, index, row, head, span, block, at, per_kv, scores, acc, own_block):  # type: ignore[no-untyped-def]
+    """Weighted values of one block of one row; slots beyond its length are not read."""
+    count = min(BLOCK, int64s_of_32(r[KV_LENS], row) - block * BLOCK)
+    value = row_block(r, index, row, head, block, own_block, False)
+    p = scores + (at * SCORE_STRIDE + (block - span) * BLOCK) * FLOAT
+    out = acc + at * r[HEAD_DIM] * FLOAT
+    ld, ld_out = SCORE_STRIDE * FLOAT, r[HEAD_DIM] * FLOAT
+    call(r[VALUES], (p, ld, per_kv, value, count, r[HEAD_DIM], out, ld_out))
+
+
+@njit
+def finish_rows(r, first, last, column, per_kv, acc, states):  # type: ignore[no-untyped-def]
+    """Divide by the sums and write the unit's columns of ATTENDED."""
+    head_dim = r[HEAD_DIM]
+    for row in range(first, last):
+        for i in range(per_kv):
+            at = (row - first) * per_kv + i
+            target = r[ATTENDED] + (row * r[ATTENDED_STRIDE] + (column + i) * head_dim) * FLOAT
+            call(r[FINISH], (acc + at * head_dim * FLOAT, states + at * 64, head_dim, target))
+
+
+def attention_scratch_bytes(head_dim: int, queries_per_kv: int) -> int:
+    """Scratch that `attend_group` needs on one thread."""
+    num = max(MAX_QUERIES, queries_per_kv)
+    return num * (2 * head_dim + SCORE_STRIDE) * FLOAT + num * 64 + head_dim * BLOCK * FLOAT

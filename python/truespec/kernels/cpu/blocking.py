@@ -1,0 +1,32 @@
+"""How many rows and outputs a kernel keeps in registers, by CPU. Speed only: bits never differ."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Blocking:
+    """Register blocks.
+
+    Attributes:
+        rows, vectors: rows times (16-lane vectors of outputs) of a linear kernel; `vectors`
+            divides 2.
+        key_blocks: blocks of 16 keys that a score kernel takes at once, 1 or 2.
+        value_rows, value_vectors: rows times (16-lane vectors of head_dim) of a P.V kernel.
+    """
+
+    rows: int
+    vectors: int
+    key_blocks: int
+    value_rows: int
+    value_vectors: int
+
+
+WIDE = Blocking(rows=8, vectors=2, key_blocks=2, value_rows=4, value_vectors=4)  # 32 x 512 bits
+NARROW = Blocking(rows=4, vectors=1, key_blocks=1, value_rows=2, value_vectors=2)  # 16 x 256 bits
+
+
+def choose_blocking(features: str) -> Blocking:
+    """Blocks for LLVM's feature string ("+avx2,-avx512f,..." )."""
+    return WIDE if "+avx512f" in features.split(",") else NARROW

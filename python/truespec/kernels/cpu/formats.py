@@ -1,0 +1,141 @@
+"""How packed weights lie in memory, and how a group of them becomes fp32 lanes.
+
+A weight [n, k] is cut into panels of 32 outputs. Within a panel every output is a sequence of
+32-bit words, stored transposed: [panel][word][32 outputs]. A group of consecutive k of one output
+takes a fixed number of words: a header (scale, minimum) and codes. value = fma(code, scale,
+minimum), which is the value GGUF defines (there code * scale is exact in fp32, see quants.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+import llvmlite.ir as ir
+
+from .emit import F16, F32, I16, I32, Emit, splat, vector
+
+PANEL = 32  # outputs per panel
+WORD_BYTES = 4
+ROW_BYTES = PANEL * WORD_BYTES  # one word of every output of a panel
+
+Codes = Literal["f32", "bf16", "f16", "int8", "uint4"]
+Header = Literal["none", "half_pair", "scale", "pair"]
+
+
+@dataclass(frozen=True, slots=True)
+class Format:
+    """A panel format.
+
+    Attributes:
+        name: also names the compiled function.
+        codes: how weights are coded; "uint4": byte i of word w holds k = 4w + i below and
+            k = 16 + 4w + i above (GGUF's order).
+        header: words before the codes: none; fp16 scale | fp16 minimum in one word; fp32 scale;
+            fp32 scale and fp32 minimum.
+        group: consecutive k that share a header; k is padded to a multiple of it.
+    """
+
+    name: str
+    codes: Codes
+    header: Header
+    group: int
+
+    @property
+    def header_words(self) -> int:
+        """Words before the codes of a group."""
+        return {"none": 0, "half_pair": 1, "scale": 1, "pair": 2}[self.header]
+
+    @property
+    def words(self) -> int:
+        """Words of a group of one output."""
+        bits = {"f32": 32, "bf16": 16, "f16": 16, "int8": 8, "uint4": 4}[self.codes]
+        return self.header_words + self.group * bits // 32
+
+
+FORMATS = {
+    f.name: f
+    for f in (
+        Format("f32", "f32", "none", 8),
+        Format("bf16", "bf16", "none", 8),
+        Format("f16", "f16", "none", 8),
+        Format("uint4", "uint4", "half_pair", 32),
+        Format("int8", "int8", "half_pair", 32),
+        Format("uint4_pair", "uint4", "pair", 32),
+        Format("int8_pair", "int8", "pair", 32),
+        Format("int8_scale", "int8", "scale", 16),
+    )
+}
+
+
+def emit_group(e: Emit, f: Format, base: ir.Value, vectors: int) -> Iterator[list[ir.Value]]:
+    """Emit code that widens one group, k ascending.
+
+    Args:
+        base: address of the group's first word for the first of 16 * `vectors` outputs.
+
+    Yields:
+        For each k of the group the weights of the outputs: `vectors` times <16 x float>.
+    """
+
+    def word(index: int, lane_block: int) -> ir.Value:
+        return e.load(e.address(base, index * ROW_BYTES + 64 * lane_block), vector(I32))
+
+    blocks = range(vectors)
+    if f.codes == "f32":
+        for k in range(f.group):
+            yield [e.b.bitcast(word(k, v), vector(F32)) for v in blocks]
+    elif f.codes in ("bf16", "f16"):
+        for w in range(f.words):
+            words = [word(w, v) for v in blocks]
+            yield [_half_of_word(e, f.codes, x, high=False) for x in words]
+            yield [_half_of_word(e, f.codes, x, high=True) for x in words]
+    else:
+        scales = [_header(e, f, [word(i, v) for i in range(f.header_words)]) for v in blocks]
+        for w, shift in _code_positions(f):
+            codes = [_code(e, f.codes, word(f.header_words + w, v), shift) for v in blocks]
+            yield [_scaled(e, c, s) for c, s in zip(codes, scales, strict=True)]
+
+
+def _code_positions(f: Format) -> Iterator[tuple[int, int]]:
+    """(word, bit) of the codes of a group, k ascending."""
+    code_words = f.words - f.header_words
+    for half in (0, 4) if f.codes == "uint4" else (0,):
+        for w in range(code_words):
+            for byte in range(4):
+                yield w, 8 * byte + half
+
+
+def _half_of_word(e: Emit, codes: Codes, word: ir.Value, *, high: bool) -> ir.Value:
+    """The lower or upper 16-bit float of every lane, widened."""
+    if codes == "f16":
+        moved = e.b.lshr(word, splat(I32, 16)) if high else word
+        return e.b.fpext(e.b.bitcast(e.b.trunc(moved, vector(I16)), vector(F16)), vector(F32))
+    bits = e.b.and_(word, splat(I32, -65536)) if high else e.b.shl(word, splat(I32, 16))
+    return e.b.bitcast(bits, vector(F32))
+
+
+def _header(e: Emit, f: Format, words: list[ir.Value]) -> tuple[ir.Value, ir.Value | None]:
+    """(scale, minimum) of a group."""
+    if f.header == "half_pair":
+        low, high = (_half_of_word(e, "f16", words[0], high=h) for h in (False, True))
+        return low, high
+    floats = [e.b.bitcast(w, vector(F32)) for w in words]
+    return (floats[0], floats[1]) if f.header == "pair" else (floats[0], None)
+
+
+def _code(e: Emit, codes: Codes, word: ir.Value, shift: int) -> ir.Value:
+    """The integer code at bit `shift` of every lane."""
+    if codes == "uint4":
+        moved = e.b.lshr(word, splat(I32, shift)) if shift else word
+        return e.b.and_(moved, splat(I32, 15))
+    moved = e.b.shl(word, splat(I32, 24 - shift)) if shift < 24 else word
+    return e.b.ashr(moved, splat(I32, 24))
+
+
+def _scaled(e: Emit, code: ir.Value, header: tuple[ir.Value, ir.Value | None]) -> ir.Value:
+    """code * scale (+ minimum)."""
+    scale, minimum = header
+    value = e.b.sitofp(code, vector(F32))
+    return e.b.fmul(value, scale) if minimum is None else e.fma(value, scale, minimum)

@@ -1,0 +1,64 @@
+"""The two small calls beside the stack: RMS norm of rows, copying slots of the K/V pool."""
+
+from __future__ import annotations
+
+import struct
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from truespec.kernels.api import KVBuffers
+
+from . import layout as at
+from .attention_ir import KVType
+from .runtime import Runtime
+
+KV_TYPES: dict[torch.dtype, KVType] = {torch.float32: "f32", torch.bfloat16: "bf16"}
+LANES = 16
+
+
+def rms_norm(runtime: Runtime, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """x / sqrt(mean(x^2) + eps) * weight per row, [m, k] fp32."""
+    m, k = x.shape
+    padding = (0, -k % LANES)
+    x, weight = F.pad(x, padding).contiguous(), F.pad(weight.float(), padding).contiguous()
+    out = torch.empty_like(x)
+    record = torch.zeros(at.STEP_FIELDS, dtype=torch.int64)
+    f = record.numpy()
+    f[at.RMS_NORM], f[at.EPS_BITS] = runtime.rows["rms_norm"], float_bits(eps)
+    f[at.X], f[at.NORMED], f[at.LAYERS] = x.data_ptr(), out.data_ptr(), weight.data_ptr()
+    f[at.NUM_ROWS], f[at.HIDDEN], f[at.HIDDEN_STRIDE] = m, k, x.shape[1]
+    runtime.run("normalise", record, m * k)
+    return out if out.shape[1] == k else out[:, :k].contiguous()
+
+
+def move_slots(runtime: Runtime, kv: KVBuffers, src_slots: Tensor, dst_slots: Tensor) -> None:
+    """Copy K/V of every layer slot by slot, in order ([n] int64 each)."""
+    src_slots, dst_slots = src_slots.long().contiguous(), dst_slots.long().contiguous()
+    assert src_slots.shape == dst_slots.shape, (src_slots.shape, dst_slots.shape)
+    record = torch.zeros(at.STEP_FIELDS, dtype=torch.int64)
+    f = record.numpy()
+    fill_pool(runtime, record, kv)
+    f[at.NUM_LAYERS], f[at.NUM_KV_HEADS], f[at.HEAD_DIM] = kv.k.shape[0], *kv.k.shape[3:5]
+    f[at.TAIL_SLOTS], f[at.OUT_SLOTS] = src_slots.data_ptr(), dst_slots.data_ptr()
+    f[at.NUM_ROWS] = src_slots.numel()
+    runtime.run("move_slots", record, 0)
+
+
+def fill_pool(runtime: Runtime, record: Tensor, kv: KVBuffers) -> None:
+    """Write the pool's addresses, sizes and the kernels of its type into a record."""
+    assert kv.k.is_contiguous() and kv.v.is_contiguous(), "the pool must be contiguous"
+    _, pages, blocks_per_page, _, head_dim, _ = kv.k.shape
+    f = record.numpy()
+    for name, address in runtime.attention_functions(KV_TYPES[kv.k.dtype]).items():
+        f[getattr(at, name.upper())] = address
+    f[at.KEYS], f[at.VALUES_POOL] = kv.k.data_ptr(), kv.v.data_ptr()
+    f[at.NUM_BLOCKS], f[at.BLOCKS_PER_PAGE] = pages * blocks_per_page, blocks_per_page
+    f[at.BLOCK_BYTES] = head_dim * 16 * kv.k.element_size()
+
+
+def float_bits(value: float) -> int:
+    """The bits of a number in fp32."""
+    bits: int = struct.unpack("<I", struct.pack("<f", value))[0]
+    return bits

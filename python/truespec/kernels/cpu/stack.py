@@ -1,0 +1,206 @@
+"""The decoder stack: packs layers, fills a step's record, runs it as one call."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from truespec.kernels.api import AttentionRows, DecoderStack, KVBuffers, LayerWeights, StackShape
+
+from . import layout as at
+from .attention_step import attention_scratch_bytes
+from .buffers import StepBuffers, pad
+from .formats import PANEL
+from .linear import describe, padded_vector
+from .pack import PackedWeight, pack
+from .runtime import Runtime
+from .small import fill_pool, float_bits
+
+
+class CpuStack(DecoderStack):
+    """Layers in an arena and the buffers of their steps."""
+
+    def __init__(self, layers: list[LayerWeights], shape: StackShape, runtime: Runtime) -> None:
+        """Pack `layers`."""
+        _check_shape(shape)
+        self._shape = shape
+        self._runtime = runtime
+        self._kept: list[Tensor | PackedWeight] = []  # what the table points at
+        self._layers = torch.tensor([self._describe_layer(layer) for layer in layers])
+        self._work_per_row = sum(_work(layer) for layer in layers)
+        self._cos, self._sin = shape.rope_cos.contiguous(), shape.rope_sin.contiguous()
+        per_kv = shape.num_heads // shape.num_kv_heads
+        runtime.reserve_scratch(attention_scratch_bytes(shape.head_dim, per_kv))
+        self._buffers = StepBuffers(shape, len(layers))
+        self._record = torch.zeros(at.STEP_FIELDS, dtype=torch.int64)
+        self._fields = self._record.numpy()
+        self._fill_constants()
+
+    def forward(
+        self,
+        x: Tensor,
+        rows: AttentionRows,
+        kv: KVBuffers,
+        *,
+        capture: tuple[int, ...] = (),
+        first_input: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor | None]:
+        """See `DecoderStack`."""
+        m, hidden = x.shape
+        assert hidden == self._shape.hidden_size, (hidden, self._shape.hidden_size)
+        out = torch.empty(m, hidden)
+        captured = torch.empty(m, len(capture) * hidden) if capture else None
+        if m == 0:
+            return out, captured
+        x = x.contiguous()
+        rows = _contiguous(rows)
+        self._fill_pool(kv)
+        self._fill_rows(rows)
+        first = self._fill_first_input(first_input)
+        columns = self._capture_columns(capture)
+        f = self._fields
+        f[at.INPUT], f[at.OUTPUT] = x.data_ptr(), out.data_ptr()
+        f[at.CAPTURED] = 0 if captured is None else captured.data_ptr()
+        f[at.CAPTURE_INDEX], f[at.CAPTURE_STRIDE] = columns.data_ptr(), len(capture) * hidden
+        self._run("forward", m)
+        del first  # NOTE: everything the record points at lives until here
+        return out, captured
+
+    def write_context(self, c: Tensor, positions: Tensor, out_slots: Tensor, kv: KVBuffers) -> None:
+        """See `DecoderStack`."""
+        m = c.shape[0]
+        if m == 0:
+            return
+        c = F.pad(c, (0, -c.shape[1] % 8)).contiguous()
+        positions, out_slots = positions.int().contiguous(), out_slots.long().contiguous()
+        self._fill_pool(kv)
+        f = self._fields
+        f[at.CONTEXT], f[at.CONTEXT_STRIDE] = c.data_ptr(), c.shape[1]
+        f[at.POSITIONS], f[at.OUT_SLOTS] = positions.data_ptr(), out_slots.data_ptr()
+        self._run("write_context", m)
+
+    def _run(self, entry: str, num_rows: int) -> None:
+        """Point the record at big enough buffers and run."""
+        self._fields[at.NUM_ROWS] = num_rows
+        self._buffers.fill(self._fields, num_rows)
+        self._fields[at.SCRATCH], self._fields[at.SCRATCH_BYTES] = self._runtime.scratch()
+        self._runtime.run(entry, self._record, num_rows * self._work_per_row)
+
+    def _describe_layer(self, layer: LayerWeights) -> list[int]:
+        """A layer's row of the table."""
+        s = self._shape
+        stride = pad(s.hidden_size, PANEL)
+        biases: Sequence[Tensor | None] = [None, None, None]
+        if layer.qkv_bias is not None:
+            biases = torch.split(layer.qkv_bias.float(), [w.shape[0] for w in layer.qkv])
+        o_bias = None if layer.o_bias is None else padded_vector(layer.o_bias, stride)
+        weights = [*layer.qkv, layer.o, layer.gate, layer.up, layer.down]
+        fields: list[int] = []
+        for weight, bias in zip(weights, [*biases, o_bias, None, None, None], strict=True):
+            packed = pack(weight, self._runtime.arena)
+            own_bias = None if bias is None else bias.contiguous()
+            self._kept.extend(part for part in (packed, own_bias) if part is not None)
+            fields += describe(packed, own_bias, self._runtime)
+        norms = (layer.input_norm, layer.q_norm, layer.k_norm, layer.post_norm)
+        lengths = (stride, s.head_dim, s.head_dim, stride)
+        return fields + [self._keep_norm(n, k) for n, k in zip(norms, lengths, strict=True)]
+
+    def _keep_norm(self, norm: Tensor | None, length: int) -> int:
+        """Address of a padded norm vector, 0 for none."""
+        if norm is None:
+            return 0
+        padded = padded_vector(norm, length)
+        self._kept.append(padded)
+        return padded.data_ptr()
+
+    def _fill_constants(self) -> None:
+        """Fields that no step changes."""
+        f, s, runtime = self._fields, self._shape, self._runtime
+        for name, address in (runtime.rows | runtime.sync).items():
+            if name != "run":
+                f[getattr(at, name.upper())] = address
+        f[at.BARRIER_COUNTER], f[at.GIVE_WAY] = runtime.pool.barrier_address, runtime.give_way
+        f[at.LAYERS], f[at.NUM_LAYERS] = self._layers.data_ptr(), len(self._layers)
+        f[at.HIDDEN], f[at.HIDDEN_STRIDE] = s.hidden_size, pad(s.hidden_size, PANEL)
+        f[at.NUM_HEADS], f[at.NUM_KV_HEADS], f[at.HEAD_DIM] = (
+            s.num_heads,
+            s.num_kv_heads,
+            s.head_dim,
+        )
+        f[at.GROUP_ROWS] = max(1, at.MAX_QUERIES * s.num_kv_heads // s.num_heads)
+        f[at.EPS_BITS], f[at.ONE_BITS] = float_bits(s.rms_norm_eps), float_bits(1.0)
+        f[at.SCALE_BITS] = float_bits(s.attention_scale)
+        f[at.ROPE_COS], f[at.ROPE_SIN] = self._cos.data_ptr(), self._sin.data_ptr()
+
+    def _fill_pool(self, kv: KVBuffers) -> None:
+        """The K/V pool of this step."""
+        layers, _, _, kv_heads, head_dim, _ = kv.k.shape
+        expected = (len(self._layers), self._shape.num_kv_heads, self._shape.head_dim)
+        assert (layers, kv_heads, head_dim) == expected, (tuple(kv.k.shape), expected)
+        fill_pool(self._runtime, self._record, kv)
+
+    def _fill_rows(self, rows: AttentionRows) -> None:
+        """Positions, slots and lengths."""
+        f = self._fields
+        f[at.POSITIONS], f[at.ROW_TO_REQ] = rows.positions.data_ptr(), rows.row_to_req.data_ptr()
+        f[at.OUT_SLOTS], f[at.KV_LENS] = rows.out_slots.data_ptr(), rows.kv_lens.data_ptr()
+        f[at.PAGE_TABLE] = rows.page_table.data_ptr()
+        f[at.PAGE_TABLE_STRIDE] = rows.page_table.shape[1]
+        f[at.TAIL_STARTS] = f[at.TAIL_SLOTS] = f[at.TAIL_STRIDE] = 0
+        if rows.tail_starts is not None and rows.tail_slots is not None:
+            f[at.TAIL_STARTS] = rows.tail_starts.data_ptr()
+            f[at.TAIL_SLOTS] = rows.tail_slots.data_ptr()
+            f[at.TAIL_STRIDE] = rows.tail_slots.shape[1]
+
+    def _fill_first_input(self, first_input: Tensor | None) -> Tensor | None:
+        """The given input of layer 0's qkv, padded as its weight is; the caller keeps it alive."""
+        self._fields[at.FIRST_INPUT] = 0
+        if first_input is None:
+            return None
+        padded = F.pad(first_input, (0, -first_input.shape[1] % 8)).contiguous()
+        self._fields[at.FIRST_INPUT] = padded.data_ptr()
+        self._fields[at.FIRST_STRIDE] = padded.shape[1]
+        return padded
+
+    def _capture_columns(self, capture: tuple[int, ...]) -> Tensor:
+        """[1 + num_layers] int64: which output column block a layer's output goes to, or -1."""
+        columns = np.full(len(self._layers) + 1, -1, dtype=np.int64)
+        for column, layer in enumerate(capture):
+            columns[layer + 1] = column
+        return torch.from_numpy(columns)
+
+
+def _check_shape(shape: StackShape) -> None:
+    """Raises ValueError for a shape the kernels cannot compute."""
+    if shape.head_dim % 16:
+        raise ValueError(f"head_dim is {shape.head_dim}, a multiple of 16 is needed")
+    if shape.num_heads % shape.num_kv_heads:
+        raise ValueError(f"{shape.num_heads} heads cannot share {shape.num_kv_heads} KV heads")
+
+
+def _contiguous(rows: AttentionRows) -> AttentionRows:
+    """Rows as compiled code reads them: contiguous, of the documented types."""
+
+    def as_type(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+        return tensor.to(dtype).contiguous()
+
+    starts, slots = rows.tail_starts, rows.tail_slots
+    return AttentionRows(
+        positions=as_type(rows.positions, torch.int32),
+        row_to_req=as_type(rows.row_to_req, torch.int32),
+        out_slots=as_type(rows.out_slots, torch.int64),
+        page_table=as_type(rows.page_table, torch.int32),
+        kv_lens=as_type(rows.kv_lens, torch.int32),
+        tail_starts=None if starts is None else as_type(starts, torch.int32),
+        tail_slots=None if slots is None else as_type(slots, torch.int64),
+    )
+
+
+def _work(layer: LayerWeights) -> int:
+    """Multiply-adds of a row."""
+    weights = [*layer.qkv, layer.o, layer.gate, layer.up, layer.down]
+    return sum(w.shape[0] * w.shape[1] for w in weights)

@@ -1,0 +1,366 @@
+"""The decoder stack as compiled Python: one call per step and thread, all layers inside.
+
+Every function takes addresses and integers (see layout.py). Work is split by outputs, heads or
+rows, with a barrier between phases; how it is split never changes a result. Arithmetic is done by
+the kernels only.
+"""
+
+from __future__ import annotations
+
+from numba import njit
+
+from .attention_step import attend_rows
+from .layout import (
+    ADD_ROWS,
+    ATTENDED,
+    ATTENDED_STRIDE,
+    BARRIER,
+    BARRIER_COUNTER,
+    BLOCK_BYTES,
+    CAPTURE_INDEX,
+    CAPTURE_STRIDE,
+    CAPTURED,
+    CONTEXT,
+    CONTEXT_STRIDE,
+    DOWN,
+    EPS_BITS,
+    FIRST_INPUT,
+    FIRST_STRIDE,
+    GATE,
+    GATES,
+    GIVE_WAY,
+    GROUP_ROWS,
+    GROUP_STARTS,
+    HEAD_DIM,
+    HIDDEN,
+    HIDDEN_STRIDE,
+    INPUT,
+    INPUT_NORM,
+    K_COLUMN,
+    K_NORM,
+    KEYS,
+    L_BIAS,
+    L_FUNCTION,
+    L_GROUPS,
+    L_PANEL_BYTES,
+    L_PANELS,
+    L_WORDS,
+    LAYER_FIELDS,
+    LAYERS,
+    LINEAR_OUT,
+    MLP_STRIDE,
+    MOVE_KEY,
+    MOVE_VALUE,
+    NORMED,
+    NUM_BLOCKS,
+    NUM_GROUPS,
+    NUM_HEADS,
+    NUM_KV_HEADS,
+    NUM_LAYERS,
+    NUM_ROWS,
+    ONE_BITS,
+    OUT_SLOTS,
+    OUTPUT,
+    POSITIONS,
+    POST_NORM,
+    Q_NORM,
+    QKV,
+    QKV_STRIDE,
+    RMS_NORM,
+    ROPE_COS,
+    ROPE_SIN,
+    ROTATE_HEAD,
+    ROW_TO_REQ,
+    SCALE_BITS,
+    SCRATCH,
+    SCRATCH_BYTES,
+    SILU_MUL,
+    STORE_KEY,
+    STORE_VALUE,
+    TAIL_SLOTS,
+    UNIT_COUNTERS,
+    UP,
+    UPS,
+    V_COLUMN,
+    VALUES_POOL,
+    K,
+    O,
+    Q,
+    V,
+    X,
+)
+from .native import call, int32s, int64s
+
+BLOCK = 16
+FLOAT = 4
+
+
+def forward(thread: int, num_threads: int, record: int) -> int:
+    """All layers for the rows of a step record."""
+    r = int64s(record)
+    hidden, stride = r[HIDDEN], r[HIDDEN_STRIDE]
+    if thread == 0:  # read after the first barrier
+        r[NUM_GROUPS] = group_rows(r)
+        for index in range(r[NUM_LAYERS]):
+            int64s(r[UNIT_COUNTERS])[index] = 0
+    copy_rows(r, thread, num_threads, r[INPUT], hidden, r[X], stride)
+    capture(r, thread, num_threads, -1)
+    barriers = 0
+    for index in range(r[NUM_LAYERS]):
+        layer = r[LAYERS] + index * LAYER_FIELDS * 8
+        barriers = attention_half(r, thread, num_threads, index, layer, barriers)
+        barriers = mlp_half(r, thread, num_threads, layer, barriers)
+        capture(r, thread, num_threads, index)
+    copy_rows(r, thread, num_threads, r[X], stride, r[OUTPUT], hidden)
+    return 0
+
+
+def write_context(thread: int, num_threads: int, record: int) -> int:
+    """K and V of every layer from one shared input."""
+    r = int64s(record)
+    barriers = 0
+    for index in range(r[NUM_LAYERS]):
+        layer = r[LAYERS] + index * LAYER_FIELDS * 8
+        source, stride = r[CONTEXT], r[CONTEXT_STRIDE]
+        split_linear(r, thread, num_threads, layer + K * 8, source, stride, r[K_COLUMN])
+        split_linear(r, thread, num_threads, layer + V * 8, source, stride, r[V_COLUMN])
+        barriers = barrier(r, num_threads, barriers)
+        store_heads(r, thread, num_threads, index, layer, r[NUM_HEADS])
+        barriers = barrier(r, num_threads, barriers)
+    return 0
+
+
+def project(thread: int, num_threads: int, record: int) -> int:
+    """LINEAR_OUT = CONTEXT W^T + bias for the one weight at LAYERS."""
+    r = int64s(record)
+    w = int64s(r[LAYERS])
+    first, last = share(w[L_PANELS], thread, num_threads)
+    out, stride = r[LINEAR_OUT], r[HIDDEN_STRIDE]
+    linear(r, thread, r[LAYERS], r[CONTEXT], r[CONTEXT_STRIDE], out, stride, first, last)
+    if w[L_BIAS] != 0 and first < last:
+        column = 32 * first * FLOAT
+        for row in range(r[NUM_ROWS]):
+            target = out + row * stride * FLOAT + column
+            call(r[ADD_ROWS], (target, w[L_BIAS] + column, 0, 32 * (last - first)))
+    return 0
+
+
+def normalise(thread: int, num_threads: int, record: int) -> int:
+    """NORMED = norm(X) with the weight at LAYERS."""
+    r = int64s(record)
+    norm_rows(r, thread, num_threads, r[LAYERS])
+    return 0
+
+
+def move_slots(thread: int, num_threads: int, record: int) -> int:
+    """Copy K and V of NUM_ROWS slots from TAIL_SLOTS to OUT_SLOTS, in order, in every layer."""
+    r = int64s(record)
+    first, last = share(r[NUM_LAYERS] * r[NUM_KV_HEADS], thread, num_threads)
+    sources, targets = int64s(r[TAIL_SLOTS]), int64s(r[OUT_SLOTS])
+    for unit in range(first, last):
+        index, head = unit // r[NUM_KV_HEADS], unit % r[NUM_KV_HEADS]
+        for i in range(r[NUM_ROWS]):
+            source = pool_block(r, index, sources[i], head)
+            target = pool_block(r, index, targets[i], head)
+            offset, new_offset = sources[i] % BLOCK, targets[i] % BLOCK
+            keys, values, dim = r[KEYS], r[VALUES_POOL], r[HEAD_DIM]
+            call(r[MOVE_KEY], (keys + source, offset, keys + target, new_offset, dim))
+            call(r[MOVE_VALUE], (values + source, offset, values + target, new_offset, dim))
+    return 0
+
+
+@njit
+def attention_half(r, thread, num_threads, index, layer, barriers):  # type: ignore[no-untyped-def]
+    """X += attention(norm(X)); returns the barriers passed."""
+    fields = int64s(layer)
+    source, stride = r[NORMED], r[HIDDEN_STRIDE]
+    if index == 0 and r[FIRST_INPUT] != 0:
+        source, stride = r[FIRST_INPUT], r[FIRST_STRIDE]
+    elif fields[INPUT_NORM] != 0:
+        norm_rows(r, thread, num_threads, fields[INPUT_NORM])
+    else:
+        copy_rows(r, thread, num_threads, r[X], stride, r[NORMED], stride)
+    barriers = barrier(r, num_threads, barriers)
+    split_linear(r, thread, num_threads, layer + Q * 8, source, stride, 0)
+    split_linear(r, thread, num_threads, layer + K * 8, source, stride, r[K_COLUMN])
+    split_linear(r, thread, num_threads, layer + V * 8, source, stride, r[V_COLUMN])
+    barriers = barrier(r, num_threads, barriers)
+    store_heads(r, thread, num_threads, index, layer, 0)
+    barriers = barrier(r, num_threads, barriers)
+    attend_rows(r, thread, index)
+    barriers = barrier(r, num_threads, barriers)
+    add_linear(r, thread, num_threads, layer + O * 8, r[ATTENDED], r[ATTENDED_STRIDE])
+    return barrier(r, num_threads, barriers)
+
+
+@njit
+def mlp_half(r, thread, num_threads, layer, barriers):  # type: ignore[no-untyped-def]
+    """X += mlp(norm(X)); returns the barriers passed."""
+    fields = int64s(layer)
+    norm_rows(r, thread, num_threads, fields[POST_NORM])
+    barriers = barrier(r, num_threads, barriers)
+    first, last = share(fields[GATE + L_PANELS], thread, num_threads)
+    ld, out_ld = r[HIDDEN_STRIDE], r[MLP_STRIDE]
+    linear(r, thread, layer + GATE * 8, r[NORMED], ld, r[GATES], out_ld, first, last)
+    linear(r, thread, layer + UP * 8, r[NORMED], ld, r[UPS], out_ld, first, last)
+    if first < last:
+        for row in range(r[NUM_ROWS]):
+            at = (row * out_ld + 32 * first) * FLOAT
+            gate = r[GATES] + at
+            call(r[SILU_MUL], (gate, r[UPS] + at, gate, 32 * (last - first)))
+    barriers = barrier(r, num_threads, barriers)
+    add_linear(r, thread, num_threads, layer + DOWN * 8, r[GATES], out_ld)
+    return barrier(r, num_threads, barriers)
+
+
+@njit
+def barrier(r, num_threads, passed):  # type: ignore[no-untyped-def]
+    """Wait for all threads; returns `passed` + 1."""
+    if num_threads > 1:
+        call(r[BARRIER], (r[BARRIER_COUNTER], passed + 1, num_threads, r[GIVE_WAY]))
+    return passed + 1
+
+
+@njit
+def share(count, thread, num_threads):  # type: ignore[no-untyped-def]
+    """[first, last) of a thread's part of `count` things."""
+    return count * thread // num_threads, count * (thread + 1) // num_threads
+
+
+@njit
+def linear(r, thread, weight, x, ldx, y, ldy, first, last):  # type: ignore[no-untyped-def]
+    """Panels [first, last) of y = x W^T for all rows; strides in floats."""
+    w = int64s(weight)
+    scratch = r[SCRATCH] + thread * r[SCRATCH_BYTES]
+    words, panel_bytes, groups = w[L_WORDS], w[L_PANEL_BYTES], w[L_GROUPS]
+    ldx, ldy, rows = ldx * FLOAT, ldy * FLOAT, r[NUM_ROWS]
+    args = (x, ldx, rows, words, first, last, panel_bytes, groups, y, ldy, scratch)
+    call(w[L_FUNCTION], args)
+
+
+@njit
+def split_linear(r, thread, num_threads, weight, x, ldx, column):  # type: ignore[no-untyped-def]
+    """A thread's part of one of q, k, v, which start at `column` of the qkv buffer."""
+    first, last = share(int64s(weight)[L_PANELS], thread, num_threads)
+    linear(r, thread, weight, x, ldx, r[QKV] + column * FLOAT, r[QKV_STRIDE], first, last)
+
+
+@njit
+def add_linear(r, thread, num_threads, weight, x, ldx):  # type: ignore[no-untyped-def]
+    """A thread's columns of X += x W^T + bias."""
+    w = int64s(weight)
+    first, last = share(w[L_PANELS], thread, num_threads)
+    stride = r[HIDDEN_STRIDE]
+    linear(r, thread, weight, x, ldx, r[LINEAR_OUT], stride, first, last)
+    bias = w[L_BIAS]
+    if bias != 0:
+        bias += 32 * first * FLOAT
+    if first < last:
+        for row in range(r[NUM_ROWS]):
+            at = (row * stride + 32 * first) * FLOAT
+            call(r[ADD_ROWS], (r[X] + at, r[LINEAR_OUT] + at, bias, 32 * (last - first)))
+
+
+@njit
+def norm_rows(r, thread, num_threads, weight):  # type: ignore[no-untyped-def]
+    """NORMED = norm(X) for a thread's rows."""
+    first, last = share(r[NUM_ROWS], thread, num_threads)
+    hidden, stride = r[HIDDEN], r[HIDDEN_STRIDE]
+    for row in range(first, last):
+        at = row * stride * FLOAT
+        call(r[RMS_NORM], (r[X] + at, weight, r[NORMED] + at, hidden, stride, r[EPS_BITS]))
+
+
+@njit
+def store_heads(r, thread, num_threads, index, layer, first_head):  # type: ignore[no-untyped-def]
+    """Bias, norm and rotate q and k heads; put k and v into the pool. By (row, head)."""
+    heads, kv_heads = r[NUM_HEADS], r[NUM_KV_HEADS]
+    per_row = heads + 2 * kv_heads - first_head
+    first, last = share(r[NUM_ROWS] * per_row, thread, num_threads)
+    for unit in range(first, last):
+        row = unit // per_row
+        head = unit - row * per_row + first_head
+        if head < heads:
+            prepare_head(r, layer, row, head * r[HEAD_DIM], Q, Q_NORM, head, r[SCALE_BITS])
+        elif head < heads + kv_heads:
+            store_key(r, index, layer, row, head - heads)
+        else:
+            store_value(r, index, layer, row, head - heads - kv_heads)
+
+
+@njit
+def prepare_head(r, layer, row, column, part, norm, head, scale):  # type: ignore[no-untyped-def]
+    """Bias, norm, rotate and scale one q or k head in place; returns its address."""
+    fields = int64s(layer)
+    head_dim = r[HEAD_DIM]
+    x = r[QKV] + (row * r[QKV_STRIDE] + column) * FLOAT
+    bias = fields[part + L_BIAS]
+    if bias != 0:
+        bias += head * head_dim * FLOAT
+    turn = int32s(r[POSITIONS])[row] * (head_dim // 2) * FLOAT
+    cos, sin = r[ROPE_COS] + turn, r[ROPE_SIN] + turn
+    call(r[ROTATE_HEAD], (x, bias, fields[norm], cos, sin, head_dim, r[EPS_BITS], scale))
+    return x
+
+
+@njit
+def store_key(r, index, layer, row, head):  # type: ignore[no-untyped-def]
+    """One head's key into the pool."""
+    head_dim = r[HEAD_DIM]
+    column = r[K_COLUMN] + head * head_dim
+    x = prepare_head(r, layer, row, column, K, K_NORM, head, r[ONE_BITS])
+    slot = int64s(r[OUT_SLOTS])[row]
+    block = r[KEYS] + pool_block(r, index, slot, head)
+    call(r[STORE_KEY], (x, block, slot & (BLOCK - 1), head_dim))
+
+
+@njit
+def store_value(r, index, layer, row, head):  # type: ignore[no-untyped-def]
+    """One head's value into the pool."""
+    head_dim = r[HEAD_DIM]
+    x = r[QKV] + (row * r[QKV_STRIDE] + r[V_COLUMN] + head * head_dim) * FLOAT
+    bias = int64s(layer)[V + L_BIAS]
+    if bias != 0:
+        call(r[ADD_ROWS], (x, bias + head * head_dim * FLOAT, 0, head_dim))
+    slot = int64s(r[OUT_SLOTS])[row]
+    block = r[VALUES_POOL] + pool_block(r, index, slot, head)
+    call(r[STORE_VALUE], (x, block, slot & (BLOCK - 1), head_dim))
+
+
+@njit
+def pool_block(r, index, slot, head):  # type: ignore[no-untyped-def]
+    """Offset of the block of one head that holds `slot`, in bytes."""
+    return ((index * r[NUM_BLOCKS] + slot // BLOCK) * r[NUM_KV_HEADS] + head) * r[BLOCK_BYTES]
+
+
+@njit
+def capture(r, thread, num_threads, index):  # type: ignore[no-untyped-def]
+    """Copy a thread's rows of X to the output of layer `index`, if it is captured."""
+    column = int64s(r[CAPTURE_INDEX])[index + 1]
+    if column >= 0:
+        target = r[CAPTURED] + column * r[HIDDEN] * FLOAT
+        copy_rows(r, thread, num_threads, r[X], r[HIDDEN_STRIDE], target, r[CAPTURE_STRIDE])
+
+
+@njit
+def copy_rows(r, thread, num_threads, x, ldx, y, ldy):  # type: ignore[no-untyped-def]
+    """Copy `hidden` floats of a thread's rows; strides in floats."""
+    first, last = share(r[NUM_ROWS], thread, num_threads)
+    for row in range(first, last):
+        source, target = int32s(x + row * ldx * FLOAT), int32s(y + row * ldy * FLOAT)
+        for i in range(r[HIDDEN]):
+            target[i] = source[i]
+
+
+@njit
+def group_rows(r):  # type: ignore[no-untyped-def]
+    """Cut rows into groups of one request that share loads of K and V; returns their number."""
+    requests, starts = int32s(r[ROW_TO_REQ]), int32s(r[GROUP_STARTS])
+    groups = 0
+    for row in range(r[NUM_ROWS]):
+        full = groups > 0 and row - starts[groups - 1] == r[GROUP_ROWS]
+        if row == 0 or full or requests[row] != requests[row - 1]:
+            starts[groups] = row
+            groups += 1
+    starts[groups] = r[NUM_ROWS]
+    return groups
