@@ -38,14 +38,14 @@ class EngineLimits:
         """Read `EngineReady.options`. Raises `ValueError` naming an option that is missing."""
         mode = options.get("logprobs_mode", "raw")
         speculative = options.get("speculative")
-        rows = speculative.get("num_draft_tokens") if isinstance(speculative, dict) else None
+        drafts = speculative.get("num_drafts") if isinstance(speculative, dict) else None
         return cls(
             vocab_size=_whole(options, "vocab_size"),
             context_length=_whole(options, "context_length"),
             max_total_tokens=_whole(options, "max_total_tokens"),
             max_logprobs=_whole(options, "max_logprobs"),
             logprobs_mode=next(m for m in LOGPROB_MODES if m == mode),
-            num_drafts=max(0, rows - 1) if isinstance(rows, int) else 0,
+            num_drafts=drafts if isinstance(drafts, int) else 0,
         )
 
 

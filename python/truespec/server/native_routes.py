@@ -1,0 +1,119 @@
+"""POST /generate, the native dialect."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+from fastapi import APIRouter, Request
+from starlette.responses import Response
+
+from truespec.params import Grammar
+from truespec.tokenizer.errors import BadRequest, Problem
+from truespec.tokenizer.prepare import FieldNames
+from truespec.tokenizer.request_state import Piece
+
+from .logprobs import JSONValue
+from .native_models import (
+    UNSUPPORTED_NATIVE,
+    UNSUPPORTED_SAMPLING,
+    GenerateRequest,
+)
+from .native_params import NativeItem, native_items
+from .native_replies import NativeOptions, NativeReply
+from .params import NATIVE_NAMES, native_params
+from .responses import body_of, json_response, ready_service
+from .service import Prompt, Service, new_id
+from .streaming import Batcher, EventStream, finished
+from .validation import refuse_unsupported
+
+router = APIRouter()
+GRAMMAR_FIELDS = {"regex": "regex", "lark": "ebnf"}
+
+
+@router.post("/generate")
+async def generate(request: Request) -> Response:
+    """Generate in SGLang's native dialect."""
+    started = time.monotonic()
+    service = ready_service(request)
+    body = await body_of(request, GenerateRequest)
+    refuse_unsupported(body, UNSUPPORTED_NATIVE)
+    items, is_batch = native_items(body, service.limits.logprobs_mode)
+    _check(service, items)
+    num_choices = items[0].sampling.n or 1
+    params = [native_params(item.sampling, item.logprobs, service.defaults) for item in items]
+    generation = service.start(
+        [Prompt(_ids(service, item)) for item in items],
+        params,
+        num_choices,
+        names=_names(params[0].grammar, body),
+        rids=[item.rid or new_id("gen") for item in items],
+    )
+    options = NativeOptions(
+        table=service.table,
+        many=is_batch or num_choices > 1,
+        with_text=bool(body.return_text_in_logprobs),
+        incremental=service.config.incremental_streaming_output,
+        num_drafts=service.limits.num_drafts,
+        started=started,
+    )
+    reply = NativeReply(options, generation.choices)
+    if not body.stream:
+        await finished(generation, request.receive)
+        return json_response(reply.whole())
+    batcher = Batcher(
+        len(generation.choices),
+        service.config.stream_interval,
+        one_per_piece=items[0].logprobs is not None,
+    )
+    return EventStream(generation, NativeStream(reply, batcher))
+
+
+class NativeStream:
+    """Chunks of a /generate reply in the order they are sent."""
+
+    def __init__(self, reply: NativeReply, batcher: Batcher) -> None:
+        self._reply = reply
+        self._batcher = batcher
+
+    def opening(self) -> list[JSONValue]:
+        """Nothing precedes the output."""
+        return []
+
+    def render(self, index: int, pieces: Sequence[Piece]) -> list[JSONValue]:
+        """Chunks for one engine step of a choice."""
+        return [self._reply.chunk(index, piece) for piece in self._batcher.take(index, pieces)]
+
+    def closing(self) -> list[JSONValue]:
+        """Nothing follows the output."""
+        return []
+
+
+def _check(service: Service, items: Sequence[NativeItem]) -> None:
+    """Refuse what the engine's limits do not cover: asked ids, names in use, unbuilt fields."""
+    problems = []
+    vocab_size = service.limits.vocab_size
+    for item in items:
+        refuse_unsupported(item.sampling, UNSUPPORTED_SAMPLING)
+        bad = next((i for i in item.asked_ids if not 0 <= i < vocab_size), None)
+        if bad is not None:
+            message = (
+                f"token_ids_logprob contains {bad}, outside the vocabulary (0 to {vocab_size - 1})"
+            )
+            problems.append(Problem("token_ids_logprob", message))
+        if item.rid is not None and service.client.is_open(item.rid):
+            problems.append(Problem("rid", f"rid {item.rid!r} is in use"))
+    if problems:
+        raise BadRequest(problems)
+
+
+def _ids(service: Service, item: NativeItem) -> list[int]:
+    if isinstance(item.prompt, str):
+        return service.encode(item.prompt, add_special_tokens=True)
+    return item.prompt
+
+
+def _names(grammar: Grammar | None, body: GenerateRequest) -> FieldNames:
+    field = GRAMMAR_FIELDS.get(grammar.kind, "json_schema") if grammar else "json_schema"
+    prompt = "text" if body.text is not None else "input_ids"
+    return NATIVE_NAMES._replace(grammar=field, prompt=prompt)
