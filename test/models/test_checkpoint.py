@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from tiny import Option, tiny_checkpoint
 
+from tiny import Option, tiny_checkpoint
 from truespec.kernels import kernel_set
 from truespec.models.fields import CheckpointError
 from truespec.models.loader import load_model

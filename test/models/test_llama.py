@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from paged import extend_batch, kv_buffers, logits_in_chunks, shuffled_pages
-from tiny import Option, tiny_checkpoint, tiny_model
 from torch import Tensor
 
+from paged import extend_batch, kv_buffers, logits_in_chunks, shuffled_pages
+from tiny import Option, tiny_checkpoint, tiny_model
 from truespec.kernels import kernel_set
 from truespec.models.llama import CausalLM
 from truespec.models.loader import load_model
@@ -163,9 +163,7 @@ def test_a_bfloat16_cache_rounds_keys_and_values_only(tiny_llama: Path, token_id
     rounded = logits_in_chunks(model, token_ids, CHUNKS, kv_dtype=torch.bfloat16)
     difference = (exact - rounded).abs().max()
     assert 0 < difference < 0.1
-    assert torch.equal(
-        rounded, logits_in_chunks(model, token_ids, [40], kv_dtype=torch.bfloat16)
-    )
+    assert torch.equal(rounded, logits_in_chunks(model, token_ids, [40], kv_dtype=torch.bfloat16))
 
 
 def test_a_head_over_some_rows_gives_the_logits_of_those_tokens(tiny_llama: Path) -> None:
