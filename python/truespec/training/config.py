@@ -1,0 +1,52 @@
+"""Options of a training run. Knows numbers and names only; no tensors, no files."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class DSparkShape:
+    """Shape of a DSpark drafter; everything else is copied from the target's config."""
+
+    target_layer_ids: tuple[int, ...] = (1, 8, 14, 20, 27)  # id i is the output of layer i
+    num_layers: int = 2
+    num_kv_heads: int = 9
+    block_size: int = 5  # rows of a block = draft tokens per round
+    draft_vocab_size: int = 12288
+    markov_rank: int = 32
+
+
+@dataclass(frozen=True, slots=True)
+class DSparkLoss:
+    """Loss of one block row i: `exp(-i / decay) * (ce * CE + overlap * L1) + confidence * BCE`."""
+
+    ce: float = 0.1
+    overlap: float = 0.9
+    confidence: float = 1.0
+    decay: float = 4.0
+    ce_only_fraction: float = 0.3  # of all steps, at the start: CE with weight 1, no L1
+    teacher_top_k: int = 64  # entries kept of a target distribution; the rest counts as missed mass
+
+
+@dataclass(frozen=True, slots=True)
+class Batching:
+    """A batch has `num_sequences * anchors_per_sequence` blocks; a step has a batch per thread."""
+
+    num_sequences: int = 6
+    anchors_per_sequence: int = 40
+    seed: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class LoopConfig:
+    """Optimiser, schedule and how often to write; times in seconds."""
+
+    num_steps: int = 2000
+    num_threads: int = 2  # batches per step, each computed by one thread
+    learning_rate: float = 6e-4
+    warmup_fraction: float = 0.04
+    weight_decay: float = 0.0
+    grad_clip: float = 1.0
+    beta2: float = 0.98
+    average_decay: float = 0.998  # of the weight average that is measured and exported
+    measure_every: int = 200  # steps
+    save_every_s: float = 180.0

@@ -1,0 +1,207 @@
+"""The DSpark drafter as a plain torch module, for training only.
+
+Serving runs the same checkpoint on the engine's kernels.
+Shapes: B sequences of S context tokens, A blocks per sequence, G = block size rows, m taps.
+"""
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from .blocks import BlockBatch
+from .config import DSparkShape
+from .target import Target
+
+
+@dataclass(frozen=True, slots=True)
+class Dims:
+    """Numbers that a DSpark drafter copies from its target."""
+
+    hidden: int
+    intermediate: int
+    num_heads: int
+    head_dim: int
+    vocab: int
+    eps: float
+    rope_theta: float
+
+
+def dims_of(target: Target) -> Dims:
+    heads = int(target.number("num_attention_heads"))
+    return Dims(
+        hidden=target.hidden_size,
+        intermediate=int(target.number("intermediate_size")),
+        num_heads=heads,
+        head_dim=int(str(target.config.get("head_dim") or target.hidden_size // heads)),
+        vocab=target.embedding.shape[0],
+        eps=target.number("rms_norm_eps"),
+        rope_theta=target.rope_theta,
+    )
+
+
+class DSparkModel(nn.Module):
+    """Backbone, Markov head and confidence head; parameter names are those of the checkpoint.
+
+    `tap_scale` [m * H] is a fixed preconditioner: `fc` acts on taps divided by it. Exporting folds
+    it into `fc`.
+    """
+
+    tap_scale: Tensor
+
+    def __init__(self, shape: DSparkShape, dims: Dims) -> None:
+        super().__init__()
+        num_taps = len(shape.target_layer_ids)
+        self.shape, self.dims = shape, dims
+        self.fc = nn.Linear(num_taps * dims.hidden, dims.hidden, bias=False)
+        self.hidden_norm = nn.RMSNorm(dims.hidden, dims.eps)
+        self.layers = nn.ModuleList(
+            _Layer(dims, shape.num_kv_heads) for _ in range(shape.num_layers)
+        )
+        self.norm = nn.RMSNorm(dims.hidden, dims.eps)
+        self.markov_head = _MarkovHead(dims.vocab, shape.draft_vocab_size, shape.markov_rank)
+        self.confidence_head = _ConfidenceHead(dims.hidden + shape.markov_rank)
+        self.mask_embedding = nn.Parameter(torch.zeros(dims.hidden))
+        self.register_buffer("tap_scale", torch.ones(num_taps * dims.hidden))
+        for module in self.modules():
+            if isinstance(module, nn.Linear | nn.Embedding):
+                nn.init.normal_(module.weight, std=0.02)
+
+    def forward(self, taps: Tensor, anchors: Tensor, anchor_embeds: Tensor) -> Tensor:
+        """Post-norm hidden of every block row.
+
+        taps [B, S, m, H] of positions 0..S-1 (rows past a sequence's end may hold anything finite),
+        anchors [B, A] int64 positions of the anchor tokens, anchor_embeds [B, A, H]
+        -> [B, A, G, H]; row i of a block predicts the token at anchor + 1 + i. A block sees the
+        context before its anchor, strictly, and all of its own rows.
+        """
+        num_seqs, context_len = taps.shape[:2]
+        context = F.linear(taps.flatten(2), self.fc.weight / self.tap_scale)
+        context = self.hidden_norm(context)
+        masks = self.mask_embedding.expand(*anchors.shape, self.shape.block_size - 1, -1)
+        x = torch.cat([anchor_embeds.unsqueeze(2), masks.to(anchor_embeds.dtype)], dim=2)
+        positions = anchors.unsqueeze(-1) + torch.arange(self.shape.block_size)
+        block_rope = self._rope_table(positions)  # [B, A, G, hd] each
+        context_rope = self._rope_table(torch.arange(context_len).expand(num_seqs, -1))
+        hidden_from = torch.arange(context_len) >= anchors.unsqueeze(-1)  # [B, A, S]
+        for layer in self.layers:
+            x = layer(x, context, block_rope, context_rope, hidden_from)
+        return self.norm(x)
+
+    def _rope_table(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """cos and sin [..., 1, hd] of positions [...], broadcast over heads."""
+        exponents = torch.arange(0, self.dims.head_dim, 2).float() / self.dims.head_dim
+        angles = positions.unsqueeze(-1).float() / self.dims.rope_theta**exponents
+        angles = torch.cat([angles, angles], dim=-1).unsqueeze(-2)
+        return angles.cos(), angles.sin()
+
+
+def forward_blocks(model: DSparkModel, batch: BlockBatch, embedding: Tensor) -> Tensor:
+    """Post-norm hidden of all block rows; [B, A, G, H]."""
+    anchor_embeds = F.embedding(batch.token_ids.gather(1, batch.anchors), embedding).float()
+    # NOTE: autocast's cache of cast weights is shared by all threads and emptied by each: with it,
+    # the order in which gradients are added, and so their rounding, depends on timing.
+    with torch.autocast("cpu", torch.bfloat16, cache_enabled=False):
+        hidden: Tensor = model(batch.taps, batch.anchors, anchor_embeds)
+    return hidden
+
+
+class _MarkovHead(nn.Module):
+    """Bias on the draft logits that depends on the previous token: `W2 · W1[previous]`."""
+
+    def __init__(self, vocab: int, draft_vocab: int, rank: int) -> None:
+        super().__init__()
+        self.markov_w1 = nn.Embedding(vocab, rank)
+        self.markov_w2 = nn.Linear(rank, draft_vocab, bias=False)
+
+
+class _ConfidenceHead(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.proj = nn.Linear(width, 1)
+
+
+class _Layer(nn.Module):
+    def __init__(self, dims: Dims, num_kv_heads: int) -> None:
+        super().__init__()
+        self.input_layernorm = nn.RMSNorm(dims.hidden, dims.eps)
+        self.self_attn = _Attention(dims, num_kv_heads)
+        self.post_attention_layernorm = nn.RMSNorm(dims.hidden, dims.eps)
+        self.mlp = _Mlp(dims)
+
+    def forward(
+        self,
+        x: Tensor,
+        context: Tensor,
+        block_rope: tuple[Tensor, Tensor],
+        context_rope: tuple[Tensor, Tensor],
+        hidden_from: Tensor,
+    ) -> Tensor:
+        rows = self.input_layernorm(x)
+        x = x + self.self_attn(rows, context, block_rope, context_rope, hidden_from)
+        return x + self.mlp(self.post_attention_layernorm(x))
+
+
+class _Attention(nn.Module):
+    def __init__(self, dims: Dims, num_kv_heads: int) -> None:
+        super().__init__()
+        self.head_dim = dims.head_dim
+        self.groups = dims.num_heads // num_kv_heads
+        width = dims.num_heads * dims.head_dim
+        self.q_proj = nn.Linear(dims.hidden, width, bias=False)
+        self.k_proj = nn.Linear(dims.hidden, num_kv_heads * dims.head_dim, bias=False)
+        self.v_proj = nn.Linear(dims.hidden, num_kv_heads * dims.head_dim, bias=False)
+        self.o_proj = nn.Linear(width, dims.hidden, bias=False)
+
+    def forward(
+        self,
+        rows: Tensor,
+        context: Tensor,
+        block_rope: tuple[Tensor, Tensor],
+        context_rope: tuple[Tensor, Tensor],
+        hidden_from: Tensor,
+    ) -> Tensor:
+        """rows [B, A, G, H], context [B, S, H] -> [B, A, G, H]; one softmax over both."""
+        num_blocks, block_size = rows.shape[1:3]
+        q = _rotate(self._heads(self.q_proj(rows)), block_rope) * self.head_dim**-0.5
+        k_block = self._repeat(_rotate(self._heads(self.k_proj(rows)), block_rope))
+        v_block = self._repeat(self._heads(self.v_proj(rows)))
+        k = self._repeat(_rotate(self._heads(self.k_proj(context)), context_rope)).transpose(1, 2)
+        v = self._repeat(self._heads(self.v_proj(context))).transpose(1, 2)  # [B, h, S, hd]
+        flat = q.flatten(1, 2).transpose(1, 2)  # [B, h, A * G, hd]
+        scores = (flat @ k.transpose(-1, -2)).unflatten(2, (num_blocks, block_size))
+        scores = scores.masked_fill(hidden_from[:, None, :, None, :], float("-inf"))
+        own = q.transpose(2, 3) @ k_block.permute(0, 1, 3, 4, 2)  # [B, A, h, G, G]
+        both = torch.cat([scores, own.transpose(1, 2).to(scores.dtype)], dim=-1)
+        weights = both.float().softmax(dim=-1).to(v.dtype)
+        from_context = weights[..., : k.shape[2]].flatten(2, 3) @ v  # [B, h, A * G, hd]
+        from_block = weights[..., k.shape[2] :].transpose(1, 2) @ v_block.transpose(2, 3)
+        out = from_context.unflatten(2, (num_blocks, block_size)) + from_block.transpose(1, 2)
+        return self.o_proj(out.permute(0, 2, 3, 1, 4).flatten(3))
+
+    def _heads(self, x: Tensor) -> Tensor:
+        return x.view(*x.shape[:-1], -1, self.head_dim)
+
+    def _repeat(self, x: Tensor) -> Tensor:
+        """KV heads [..., kv, hd] -> query heads [..., h, hd]."""
+        return x if self.groups == 1 else x.repeat_interleave(self.groups, dim=-2)
+
+
+class _Mlp(nn.Module):
+    def __init__(self, dims: Dims) -> None:
+        super().__init__()
+        self.gate_proj = nn.Linear(dims.hidden, dims.intermediate, bias=False)
+        self.up_proj = nn.Linear(dims.hidden, dims.intermediate, bias=False)
+        self.down_proj = nn.Linear(dims.intermediate, dims.hidden, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+
+
+def _rotate(x: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:
+    """Rotary embedding by halves; x [..., heads, hd], computed in fp32, kept in x's dtype."""
+    cos, sin = rope
+    first, second = x.float().chunk(2, dim=-1)
+    turned = torch.cat([-second, first], dim=-1)
+    return (x.float() * cos + turned * sin).to(x.dtype)
