@@ -81,7 +81,8 @@ class LogprobTable:
     """Logprobs on the host, by request and emitted token; see `layers.utils.logprob`.
 
     Attributes:
-        chosen: [modes][bs][D] floats, nan where the mode filters the token.
+        chosen: [modes][bs][D] floats, nan where the mode filters the token; the modes are those
+            of each request, in its own order.
         top_ids, top_values: [modes][bs][D][k_max]; id -1 where there is none.
         asked: [modes][bs][D][a_max]; nan where filtered.
         rank: [bs][D] ints; entropy: [bs][D] floats.
@@ -104,8 +105,10 @@ class StepOutput:
         num_drafts: drafts verified per request.
         draft_logprobs: the drafter's logprob of each accepted draft.
         failed: why a request failed on its emitted path (after its `token_ids`), or `None`.
-        logprobs: of the emitted tokens, `None` when no request of the batch asked.
-        prompt_logprobs: per request, of the prompt tokens scored in this step (D counts them).
+        logprobs: of the emitted tokens, with one row per sampling chunk (`logprob_rows` gives a
+            chunk's row, -1 where it does not sample); `None` when no request asked.
+        prompt_logprobs: per request, tables of the prompt tokens scored in this step, one row per
+            token and one token per row, in order.
     """
 
     token_ids: list[list[int]]
@@ -113,4 +116,5 @@ class StepOutput:
     draft_logprobs: list[list[float]]
     failed: list[str | None]
     logprobs: LogprobTable | None
-    prompt_logprobs: list[LogprobTable | None]
+    logprob_rows: list[int]
+    prompt_logprobs: list[list[LogprobTable]]

@@ -121,6 +121,11 @@ class Req:
         return self.prompt_ids + self.output_ids
 
     @property
+    def last_token_id(self) -> int:
+        """The last known token: the root of the next draft."""
+        return self.output_ids[-1] if self.output_ids else self.prompt_ids[-1]
+
+    @property
     def next_scored(self) -> int | None:
         """Prompt position whose entry is made next; `None` when no more entries are wanted."""
         logprobs = self.params.logprobs

@@ -72,10 +72,7 @@ def prepare_rows(
         row_ids[first : first + chunk.num_rows] = _known_ids(chunk.req, chunk.start, chunk.num_rows)
     row_ids[sample_rows] = ids
 
-    width = int(linear.max()) // cache.page_size + 1 if len(linear) else 1
-    page_table = cache.page_table[[c.req.row for c in batch.chunks], :width]
-    slots = page_table[row_to_req, linear // cache.page_size].astype(np.int64) * cache.page_size
-    slots += linear % cache.page_size
+    slots, page_table = cache.slots([c.req for c in batch.chunks], row_to_req, linear)
     tails = _tails(tree, depths, node_index, sample_rows, slots, positions)
     forward = ForwardBatch(
         token_ids=torch.from_numpy(row_ids),

@@ -44,3 +44,7 @@ class ModelRunner:
         """[n, hidden] fp32 -> [n, vocab] fp32 raw logits, a new tensor."""
         self.counts.num_logit_rows += hidden.shape[0]
         return self.model.logits(hidden)
+
+    def move_kv(self, src_slots: Tensor, dst_slots: Tensor) -> None:
+        """Move target K/V between slots, [n] int64 each, in order."""
+        self.model.kernels.move_kv(self.pool.target, src_slots, dst_slots)

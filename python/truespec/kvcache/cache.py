@@ -121,6 +121,22 @@ class KVCache:
         self._free_rows.append(req.row)
         req.row, req.pages, req.num_shared_pages, req.num_computed = -1, [], 0, 0
 
+    def slots(
+        self, reqs: list[Req], row_to_req: NDArray[np.int64], positions: NDArray[np.int64]
+    ) -> tuple[NDArray[np.int64], NDArray[np.int32]]:
+        """Pool slots of positions, and the page table that covers them.
+
+        Args:
+            reqs: running requests, bs of them.
+            row_to_req: [n] index into `reqs`. positions: [n] positions with reserved pages.
+
+        Returns ([n] slots, [bs, pages up to the last position]).
+        """
+        width = int(positions.max()) // self.page_size + 1 if len(positions) else 1
+        table = self.page_table[[req.row for req in reqs], :width]
+        pages = table[row_to_req, positions // self.page_size].astype(np.int64)
+        return pages * self.page_size + positions % self.page_size, table
+
     def flush(self) -> int:
         """Evict every idle page of the prefix cache; returns how many."""
         return self.prefix.evict(self.prefix.num_pages)

@@ -128,7 +128,12 @@ class PrefixCache:
         freed: list[int] = []
         while len(freed) < count and self._idle_heap:
             last_used, _, node = heapq.heappop(self._idle_heap)
-            if node.parent is None or node.num_locks or node.children or node.last_used != last_used:
+            if (
+                node.parent is None
+                or node.num_locks
+                or node.children
+                or node.last_used != last_used
+            ):
                 continue  # an old entry: the node was removed, locked, extended or used again
             parent = node.parent
             del parent.children[node.key]

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from math import isnan
+
 from truespec.batch import LogprobTable, ReqChunk, StepOutput
 from truespec.core import Cut, Finish, ModeLogprobs, Origin, Req, TokenRecord, cut
+from truespec.params import LogprobParams
 
 
-def commit_chunk(
-    chunk: ReqChunk, output: StepOutput, index: int, *, max_request_tokens: int
-) -> Cut:
+def commit_chunk(chunk: ReqChunk, output: StepOutput, index: int, *, max_tokens: int) -> Cut:
     """Bring one request up to date with a step.
 
     Advances `num_computed`, appends prompt records and output tokens.
@@ -16,7 +17,7 @@ def commit_chunk(
     Args:
         chunk: the request's share of the step.
         output, index: the step's result and the chunk's place in it.
-        max_request_tokens: prompt + output at most.
+        max_tokens: prompt + output at most.
 
     Returns the new output records, cut, and the finish if the request is over.
     """
@@ -28,7 +29,7 @@ def commit_chunk(
         return cut([], 0, Finish("length") if done else None)
     records = _records(chunk, output, index)
     req.num_computed += max(0, len(records) - 1)
-    end, finish = _find_end(req, records, max_request_tokens)
+    end, finish = _find_end(req, records, max_tokens)
     if finish is None and output.failed[index] is not None:
         finish = Finish("error", message=output.failed[index] or "")
     kept = cut(records, end, finish)
@@ -36,27 +37,80 @@ def commit_chunk(
     return kept
 
 
-def mode_logprobs(table: LogprobTable, index: int, position: int, req: Req) -> tuple[ModeLogprobs, ...]:
-    """The asked modes of one token, in the asked order."""
-    return table.modes(index, position, req.params.logprobs)
+def _commit_prompt(req: Req, tables: list[LogprobTable]) -> None:
+    """Append the entries of scored prompt tokens; nothing precedes the first token."""
+    if req.next_scored == 0:
+        req.prompt_records.append(
+            TokenRecord(req.prompt_ids[0], "prompt", modes=(ModeLogprobs(None),))
+        )
+    wish = req.params.logprobs
+    for table in tables:
+        assert wish is not None and req.next_scored is not None
+        for row in range(len(table.rank)):
+            token_id = req.prompt_ids[req.next_scored or 0]
+            record = TokenRecord(token_id, "prompt")
+            top_k = wish.prompt_top_k
+            req.prompt_records.append(_with_logprobs(record, table, row, 0, wish, top_k, 1))
 
 
 def _records(chunk: ReqChunk, output: StepOutput, index: int) -> list[TokenRecord]:
-    token_ids = output.token_ids[index]
     draft_logprobs = output.draft_logprobs[index]
-    num_accepted = len(draft_logprobs)
     first: Origin = "target" if chunk.req.output_ids else "prefill"
-    wants = chunk.req.params.logprobs is not None
-    table = output.logprobs if wants else None
+    wish, table = chunk.req.params.logprobs, output.logprobs
     records = []
-    for place, token_id in enumerate(token_ids):
-        is_draft = place < num_accepted
-        records.append(
-            TokenRecord(
-                token_id=token_id,
-                origin="draft" if is_draft else first,
-                position=place,
-                num_drafts=output.num_drafts[index],
+    for place, token_id in enumerate(output.token_ids[index]):
+        accepted = place < len(draft_logprobs)
+        record = TokenRecord(
+            token_id=token_id,
+            origin="draft" if accepted else first,
+            position=place,
+            num_drafts=output.num_drafts[index],
+            draft_logprob=draft_logprobs[place] if accepted else None,
+        )
+        if wish is not None and table is not None:
+            row = output.logprob_rows[index]
+            record = _with_logprobs(record, table, row, place, wish, wish.top_k, len(wish.modes))
+        records.append(record)
+    return records
+
+
+def _with_logprobs(
+    record: TokenRecord,
+    table: LogprobTable,
+    row: int,
+    place: int,
+    wish: LogprobParams,
+    top_k: int,
+    num_modes: int,
+) -> TokenRecord:
+    """The record with what the table knows of its token."""
+    modes = []
+    for mode in range(num_modes):
+        top_ids = table.top_ids[mode][row][place][:top_k]
+        while top_ids and top_ids[-1] < 0:
+            top_ids.pop()  # fewer tokens were kept than asked for
+        asked = table.asked[mode][row][place][: len(wish.token_ids)]
+        chosen = table.chosen[mode][row][place]
+        modes.append(
+            ModeLogprobs(
+                logprob=None if isnan(chosen) else chosen,
+                top_ids=top_ids,
+                top_logprobs=table.top_values[mode][row][place][: len(top_ids)],
+                asked=[None if isnan(value) else value for value in asked],
             )
         )
-    return records if table is None else table.attach(records)
+    if not wish.details:
+        return record._replace(modes=tuple(modes))
+    rank, entropy = table.rank[row][place], table.entropy[row][place]
+    return record._replace(modes=tuple(modes), rank=rank, entropy=entropy)
+
+
+def _find_end(req: Req, records: list[TokenRecord], max_tokens: int) -> tuple[int, Finish | None]:
+    """How many records stay, and why the request ends there (or `None`)."""
+    left = min(req.params.max_tokens - len(req.output_ids), max_tokens - req.num_tokens)
+    for place, record in enumerate(records[:left]):
+        if record.token_id in req.stop_ids:
+            return place + 1, Finish("stop", matched=record.token_id)
+    if len(records) >= left:
+        return left, Finish("length")
+    return len(records), None

@@ -78,7 +78,9 @@ class Policy:
 
     def _try_decode(self, req: Req, retracted: list[Req]) -> ReqChunk | None:
         drafts = self._max_drafts(req)
-        while not self.cache.try_grow(req, req.num_tokens + drafts):
+        while not self.cache.try_grow(
+            req, req.num_tokens + (self.num_draft_slots if drafts else 0)
+        ):
             if drafts > 0:
                 drafts = 0
                 continue

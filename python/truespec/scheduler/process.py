@@ -113,9 +113,7 @@ def _serve(link: _Link, scheduler: Scheduler) -> None:
             link.send(Outputs(answers, stats))
 
 
-def _options(
-    config: EngineConfig, worker: Worker, scheduler: Scheduler
-) -> dict[str, object]:
+def _options(config: EngineConfig, worker: Worker, scheduler: Scheduler) -> dict[str, object]:
     info = worker.info
     options: dict[str, object] = msgspec.to_builtins(config)
     return options | {

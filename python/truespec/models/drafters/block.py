@@ -1,0 +1,169 @@
+"""The block drafter: one bidirectional pass over an anchor and masks, on the target's features.
+
+DSpark (arXiv 2607.05147) and DFlash share this backbone; they differ in the row rule and the heads.
+Symbols: H hidden, m taps, G block size, r Markov rank, DV draft vocabulary.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from truespec.kernels.api import AttentionRows, DecoderStack, KernelSet, KVBuffers, PackedLinear
+from truespec.models.drafters.block_config import MARKOV_W1, BlockConfig, block_config
+from truespec.models.drafters.checkpoint import DrafterCheckpoint, read_fields, target_ids
+from truespec.models.drafters.heads import (
+    ConfidenceHead,
+    GatedMarkov,
+    MarkovHead,
+    RnnMarkov,
+    VanillaMarkov,
+)
+from truespec.models.fields import CheckpointError
+from truespec.models.layer_weights import read_layer, stack_shape
+from truespec.models.llama import CausalLM
+
+RENAMES = {
+    "encoder.fc.weight": "fc.weight",
+    "encoder.output_norm_enc.weight": "hidden_norm.weight",
+}
+TARGET_COPIES = ("embed_tokens.weight", "lm_head.weight", "t2d")
+
+
+@dataclass(frozen=True, slots=True)
+class BlockDrafter:
+    """A loaded block drafter on the engine's kernels.
+
+    Attributes:
+        target_ids: [DV] int64 target id of every draft id, `None` for the identity.
+        mask_embedding: [H] fp32 input of rows 1...
+        markov, confidence: `None` where the checkpoint has none.
+    """
+
+    config: BlockConfig
+    target: CausalLM
+    fc: PackedLinear
+    hidden_norm: Tensor
+    stack: DecoderStack
+    norm: Tensor
+    head: PackedLinear
+    target_ids: Tensor | None
+    mask_embedding: Tensor
+    markov: MarkovHead | None
+    confidence: ConfidenceHead | None
+
+    def inject(self, features: Tensor, positions: Tensor, out_slots: Tensor, kv: KVBuffers) -> None:
+        """Fill the draft KV of positions whose target features are known.
+
+        Args:
+            features: [n, m * H] fp32 in the order of `config.target_layer_ids`.
+            positions: [n] int32. out_slots: [n] int64.
+        """
+        context = self._norm(self.fc(features), self.hidden_norm)
+        self.stack.write_context(context, positions, out_slots, kv)
+
+    def hidden(self, anchor_ids: Tensor, rows: AttentionRows, kv: KVBuffers) -> Tensor:
+        """The block pass.
+
+        Args:
+            anchor_ids: [n] int64 last committed tokens.
+            rows: of n blocks of G rows each, the keys of every row ending with its block.
+
+        Returns [n, G, H] fp32 after the final norm.
+        """
+        size = self.config.block_size
+        x = self.mask_embedding.expand(len(anchor_ids), size, -1).clone()
+        x[:, 0] = self.target.embed(anchor_ids)
+        out, _ = self.stack.forward(x.flatten(0, 1), rows, kv)
+        return self._norm(out, self.norm).unflatten(0, (-1, size))
+
+    def _norm(self, x: Tensor, weight: Tensor) -> Tensor:
+        return self.target.kernels.rms_norm(x, weight, self.config.layer.rms_norm_eps)
+
+
+def load_block_drafter(path: Path, target: CausalLM) -> BlockDrafter:
+    """Read a DSpark or DFlash checkpoint for `target`.
+
+    Raises CheckpointError when a tensor or field does not fit, naming both values.
+    """
+    checkpoint = DrafterCheckpoint(path, _own_name)
+    if not (checkpoint.has("fc.weight") and checkpoint.has("hidden_norm.weight")):
+        raise CheckpointError(f"{path} is no block drafter: it needs fc and hidden_norm tensors")
+    fields = read_fields(path)
+    config = block_config(fields, target.config, checkpoint.has)
+    layer, kernels, hidden = config.layer, target.kernels, config.layer.hidden_size
+    ids = target_ids(checkpoint, fields, target.config)
+    # Blocks at the end of the context reach past it.
+    long = replace(layer, context_length=layer.context_length + config.block_size)
+    layers = [
+        read_layer(checkpoint, f"layers.{index}.", layer) for index in range(layer.num_layers)
+    ]
+    num_draft_ids = layer.vocab_size if ids is None else len(ids)
+    taps = len(config.target_layer_ids)
+    drafter = BlockDrafter(
+        config=config,
+        target=target,
+        fc=kernels.linear(checkpoint.weight("fc.weight", (hidden, hidden * taps))),
+        hidden_norm=checkpoint.vector("hidden_norm.weight", hidden),
+        stack=kernels.decoder_stack(layers, stack_shape(long)),
+        norm=checkpoint.vector("norm.weight", hidden),
+        head=target.head if ids is None else target.head_rows(ids),
+        target_ids=ids,
+        mask_embedding=_mask_embedding(checkpoint, config, target),
+        markov=_markov(checkpoint, config, kernels, num_draft_ids),
+        confidence=_confidence(checkpoint, config, kernels),
+    )
+    checkpoint.check_all_used()
+    return drafter
+
+
+def _own_name(stored: str) -> str | None:
+    name = stored.removeprefix("model.").removeprefix("logit_head.")
+    name = RENAMES.get(name, name)
+    return None if name in TARGET_COPIES else name
+
+
+def _mask_embedding(checkpoint: DrafterCheckpoint, config: BlockConfig, target: CausalLM) -> Tensor:
+    if checkpoint.has("mask_embedding"):
+        return checkpoint.vector("mask_embedding", config.layer.hidden_size)
+    mask, vocab = config.mask_token_id, target.config.vocab_size
+    if mask is None:
+        raise CheckpointError("the drafter has neither a mask_token_id nor a mask_embedding")
+    if not 0 <= mask < vocab:
+        raise CheckpointError(f"the drafter's mask_token_id is {mask}, the target has {vocab} ids")
+    return target.embed(torch.tensor([mask]))[0]
+
+
+def _markov(
+    checkpoint: DrafterCheckpoint, config: BlockConfig, kernels: KernelSet, num_draft_ids: int
+) -> MarkovHead | None:
+    rank, hidden = config.markov_rank, config.layer.hidden_size
+    if rank == 0:
+        return None
+    w1 = checkpoint.weight(MARKOV_W1, (config.layer.vocab_size, rank)).data
+    w2 = checkpoint.weight("markov_head.markov_w2.weight", (num_draft_ids, rank))
+    if config.markov_type == "vanilla":
+        return VanillaMarkov(w1, kernels.linear(w2))
+    gated = config.markov_type == "gated"
+    name, size = ("gate_proj", rank) if gated else ("joint_proj", 3 * rank)
+    width = hidden + rank if gated else hidden + 2 * rank
+    weight = checkpoint.weight(f"markov_head.{name}.weight", (size, width))
+    inner = kernels.linear(weight, checkpoint.vector(f"markov_head.{name}.bias", size))
+    return (GatedMarkov if gated else RnnMarkov)(w1, kernels.linear(w2), inner)
+
+
+def _confidence(
+    checkpoint: DrafterCheckpoint, config: BlockConfig, kernels: KernelSet
+) -> ConfidenceHead | None:
+    name = "confidence_head.proj."
+    if not checkpoint.has(f"{name}weight"):
+        return None
+    width = config.layer.hidden_size
+    width += config.markov_rank if config.confidence_with_markov else 0
+    bias = checkpoint.vector(f"{name}bias", 1) if checkpoint.has(f"{name}bias") else None
+    proj = kernels.linear(checkpoint.weight(f"{name}weight", (1, width)), bias)
+    temperatures = config.confidence_temperatures or (1.0,) * config.block_size
+    return ConfidenceHead(proj, torch.tensor(temperatures))

@@ -1,0 +1,242 @@
+"""The template of every worker: draft -> target forward -> verify -> logprobs -> extend.
+
+A worker contains only how it drafts and how it extends its cache. Plain decoding is the worker
+that drafts nothing. There is one forward, one verify and one logprob helper for all of them.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from truespec.batch import Batch, LogprobTable, ModelOutput, ReqChunk, StepOutput
+from truespec.config import EngineConfig
+from truespec.core import Req
+from truespec.engine.rows import StepRows, prepare_rows
+from truespec.engine.runner import ModelRunner
+from truespec.engine.worker import ModelInfo, Worker
+from truespec.kvcache import KVCache, LayerSpec
+from truespec.models.llama import CausalLM
+from truespec.speculative.contract import Draft, Verdict
+from truespec.speculative.logprobs import prompt_logprobs, verdict_logprobs
+from truespec.speculative.sampling import process_step
+from truespec.speculative.verify import verify
+
+
+NO_TOKEN = "the model's output for the next token is not a number, or nothing may be chosen"
+
+
+@dataclass(frozen=True, slots=True)
+class EngineParts:
+    """What every worker is built from."""
+
+    runner: ModelRunner
+    cache: KVCache
+    info: ModelInfo
+    config: EngineConfig
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerPlan:
+    """What a worker needs before memory is given out, and how to make it then.
+
+    Attributes:
+        make: builds the worker.
+        num_drafts: drafts per request and step at most.
+        num_draft_slots: slots beyond the last known token that a step may write.
+        draft_layers: KV of the drafter, `None` without any.
+        lookahead: tokens after a position that its draft KV depends on.
+    """
+
+    make: Callable[[EngineParts, WorkerPlan], SpecWorker]
+    num_drafts: int = 0
+    num_draft_slots: int = 0
+    draft_layers: LayerSpec | None = None
+    lookahead: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Committed:
+    """The rows of a step whose tokens stay: known rows and accepted drafts, in position order.
+
+    Attributes:
+        rows: [n] int64 rows of the forward batch.
+        row_to_req: [n] int64 chunk of each row.
+        positions: [n] int32.
+        slots: [n] int64 where their K/V lies after the step.
+    """
+
+    rows: Tensor
+    row_to_req: Tensor
+    positions: Tensor
+    slots: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class StepState:
+    """What a worker may use to extend its draft cache after verification.
+
+    Attributes:
+        batch, draft, rows: the step as it was laid out.
+        output: hidden states and captured features of all rows.
+        verdict: by sampling chunk, in order.
+        committed: see `Committed`.
+    """
+
+    batch: Batch
+    draft: Draft
+    rows: StepRows
+    output: ModelOutput
+    verdict: Verdict
+    committed: Committed
+
+
+class SpecWorker(Worker):
+    """Runs the template; subclasses fill in `draft` and `extend`.
+
+    Attributes:
+        needs_drafter: it runs weights of its own, at a path or shipped for the target.
+        capture: target layers whose outputs `extend` needs (see `DecoderStack.forward`).
+        num_drafts: drafts per request and step at most.
+    """
+
+    needs_drafter: bool = True
+    capture: tuple[int, ...] = ()
+
+    def __init__(self, parts: EngineParts, plan: WorkerPlan) -> None:
+        self.runner, self.cache, self.info = parts.runner, parts.cache, parts.info
+        self.config = parts.config
+        self.num_drafts, self.num_draft_slots = plan.num_drafts, plan.num_draft_slots
+
+    @classmethod
+    @abstractmethod
+    def plan(cls, config: EngineConfig, target: CausalLM, path: Path | None) -> WorkerPlan:
+        """Load the drafter at `path` (`None` only without `needs_drafter`) and say what it needs.
+
+        Raises ValueError when drafter, target and options do not fit.
+        """
+
+    @abstractmethod
+    def draft(self, batch: Batch) -> Draft:
+        """Roots and drafts of the sampling chunks of a batch, in order."""
+
+    @abstractmethod
+    def extend(self, state: StepState) -> None:
+        """Bring the draft cache up to the committed tokens."""
+
+    def step(self, batch: Batch) -> StepOutput:
+        draft = self.draft(batch)
+        rows = prepare_rows(batch, draft.token_ids, draft.parents, draft.cu_rows, self.cache)
+        output = self.runner.forward(rows.forward, self.capture)
+        raw_logits = self.runner.logits(output.hidden[torch.from_numpy(rows.sample_rows)])
+        processed = process_step(batch, draft, rows, raw_logits, self.info.vocab_size)
+        verdict = verify(draft, processed.sampled, max_rows=self.num_drafts + 1)
+        logprobs = verdict_logprobs(batch, raw_logits, verdict, processed, self.info.vocab_size)
+        prompts = prompt_logprobs(batch, rows, output.hidden, self.runner, self.info.vocab_size)
+        committed = self._commit_rows(batch, rows, verdict)
+        self.extend(StepState(batch, draft, rows, output, verdict, committed))
+        return _to_host(batch, draft, verdict, logprobs, prompts)
+
+    def forget(self, req: Req) -> None:
+        """Nothing is kept per request."""
+
+    def describe(self) -> dict[str, object]:
+        return {"algorithm": self.config.speculative_algorithm, "num_drafts": self.num_drafts}
+
+    def planned_drafts(self, chunk: ReqChunk) -> int:
+        """Drafts to make for a sampling chunk: what is reserved, asked for and worth it."""
+        asked = chunk.req.params.num_draft_tokens
+        count = min(chunk.max_drafts, self.num_drafts)
+        return count if asked is None else min(count, asked)
+
+    def _commit_rows(self, batch: Batch, rows: StepRows, verdict: Verdict) -> Committed:
+        """Find the committed rows; accepted tree nodes are moved to their own positions' slots."""
+        known = np.array([chunk.num_rows for chunk in batch.chunks])
+        picked = [np.arange(n) + first for n, first in zip(known, rows.first_rows, strict=False)]
+        sampling = [i for i, chunk in enumerate(batch.chunks) if chunk.samples]
+        accepted = verdict.row_index[:, 1:].numpy()
+        for index, count, path in zip(sampling, verdict.num_tokens.tolist(), accepted, strict=True):
+            if count > 1:
+                picked[index] = np.concatenate([picked[index], rows.sample_rows[path[: count - 1]]])
+        flat = np.concatenate(picked)
+        row_to_req = np.repeat(np.arange(len(picked)), [len(p) for p in picked])
+        forward = rows.forward
+        index = torch.from_numpy(flat)
+        positions, slots = forward.positions[index], forward.out_slots[index]
+        if forward.tail_slots is not None:
+            linear, _ = self.cache.slots(
+                [chunk.req for chunk in batch.chunks], row_to_req, positions.numpy()
+            )
+            moved = torch.from_numpy(linear)
+            self.runner.move_kv(slots, moved)
+            slots = moved
+        return Committed(index, torch.from_numpy(row_to_req), positions, slots)
+
+
+def chain_draft(batch: Batch, drafts: list[list[int]], logprobs: list[list[float]]) -> Draft:
+    """A `Draft` of chains.
+
+    Args:
+        batch: its sampling chunks give the roots.
+        drafts: target ids per sampling chunk, possibly none.
+        logprobs: the drafter's own logprob of each.
+    """
+    roots = [chunk.req.last_token_id for chunk in batch.chunks if chunk.samples]
+    token_ids: list[int] = []
+    flat_logprobs: list[float] = []
+    parents: list[int] = []
+    cu_rows = [0]
+    for root, ids, values in zip(roots, drafts, logprobs, strict=True):
+        first = len(token_ids)
+        token_ids += [root, *ids]
+        flat_logprobs += [0.0, *values]
+        parents += [-1, *range(first, first + len(ids))]
+        cu_rows.append(len(token_ids))
+    return Draft(
+        token_ids=torch.tensor(token_ids, dtype=torch.int64),
+        parents=torch.tensor(parents, dtype=torch.int64),
+        cu_rows=torch.tensor(cu_rows, dtype=torch.int32),
+        logprobs=torch.tensor(flat_logprobs, dtype=torch.float32),
+        confidences=None,
+        logits=None,
+    )
+
+
+def _to_host(
+    batch: Batch,
+    draft: Draft,
+    verdict: Verdict,
+    logprobs: LogprobTable | None,
+    prompts: list[list[LogprobTable]],
+) -> StepOutput:
+    """Lay the verdict of the sampling chunks out over all chunks of the batch."""
+    counts = verdict.num_tokens.tolist()
+    ids, rows, failed = (
+        verdict.token_ids.tolist(),
+        verdict.row_index.tolist(),
+        verdict.failed.tolist(),
+    )
+    draft_logprobs = draft.logprobs.tolist()
+    cu = draft.cu_rows.tolist()
+    token_ids: list[list[int]] = []
+    num_drafts: list[int] = []
+    accepted: list[list[float]] = []
+    problems: list[str | None] = []
+    table_rows: list[int] = []
+    sampling = iter(range(len(counts)))
+    for chunk in batch.chunks:
+        i = next(sampling) if chunk.samples else -1
+        table_rows.append(i)
+        token_ids.append(ids[i][: counts[i]] if chunk.samples else [])
+        num_drafts.append(cu[i + 1] - cu[i] - 1 if chunk.samples else 0)
+        # The row of token j >= 1 is the draft that token j - 1 accepted.
+        path = rows[i][1 : counts[i]] if chunk.samples else []
+        accepted.append([draft_logprobs[row] for row in path])
+        problems.append(NO_TOKEN if chunk.samples and failed[i] else None)
+    return StepOutput(token_ids, num_drafts, accepted, problems, logprobs, table_rows, prompts)

@@ -1,0 +1,140 @@
+"""From options to a running worker: which class, which drafter, how much memory."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Literal
+
+import torch
+
+from truespec import env
+from truespec.config import EngineConfig, Machine, kv_dtype, resolve
+from truespec.engine.memory import free_bytes
+from truespec.engine.runner import ModelRunner
+from truespec.engine.worker import ModelInfo, Worker
+from truespec.kernels import kernel_set
+from truespec.kernels.reference_selftest import self_test_row_invariance
+from truespec.kvcache import KVCache, KVPool, LayerSpec
+from truespec.models.config import ModelConfig
+from truespec.models.drafters.checkpoint import read_fields
+from truespec.models.llama import CausalLM
+from truespec.models.loader import load_model
+from truespec.speculative.base import EngineParts, SpecWorker, WorkerPlan
+from truespec.speculative.dspark_worker_v2 import DSparkWorker
+from truespec.speculative.ngram_worker import NgramWorker
+from truespec.speculative.plain_worker import PlainWorker
+
+WORKERS: dict[str, type[SpecWorker]] = {
+    "NONE": PlainWorker,
+    "NGRAM": NgramWorker,
+    "DSPARK": DSparkWorker,
+}
+
+Progress = Callable[[str, float], None]
+ASSETS = Path(__file__).parents[1] / "assets" / "drafters"
+
+
+def build_worker(
+    config: EngineConfig, progress: Progress = lambda phase, done: None
+) -> tuple[Worker, EngineConfig, dict[str, float]]:
+    """Load everything an engine needs.
+
+    Args:
+        config: unresolved options.
+        progress: is told each phase as it begins and its share done (0..1).
+
+    Returns (worker, resolved config, seconds per phase). Raises ValueError naming what does not fit.
+    """
+    phases: dict[str, float] = {}
+    device = config.device
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+
+    @contextmanager
+    def phase(name: str) -> Iterator[None]:
+        progress(name, 0.0)
+        start = time.perf_counter()
+        yield
+        phases[name] = round(time.perf_counter() - start, 3)
+
+    with phase("kernels"):
+        kernels = kernel_set(
+            env.cpu_kernels(),
+            device,
+            cache_dir=env.cache_dir(),
+            num_threads=config.num_threads or env.num_threads(),
+            progress=lambda what: progress(f"compiling {what}", 0.0),
+        )
+    with phase("model"):
+        target = load_model(config.model_path, kernels, dtype=config.dtype)
+    if kernels.name == "torch" and device == "cpu":
+        with phase("self-test"):
+            self_test_row_invariance(kernels, target.shape, target.config.vocab_size)
+    with phase("drafter"):
+        worker_class = WORKERS[config.speculative_algorithm]
+        path = _draft_path(config, target.config) if worker_class.needs_drafter else None
+        plan = worker_class.plan(config, target, path)
+    with phase("memory"):
+        worker, resolved = build_from_plan(config, target, plan, device)
+    return worker, resolved, phases
+
+
+def build_from_plan(
+    config: EngineConfig, target: CausalLM, plan: WorkerPlan, device: Literal["cpu", "cuda"] = "cpu"
+) -> tuple[SpecWorker, EngineConfig]:
+    """Give a planned worker its memory."""
+    dtype = getattr(torch, kv_dtype(config, device))
+    model = target.config
+    layers = LayerSpec(model.num_layers, model.num_kv_heads, model.head_dim)
+    draft = plan.draft_layers
+    per_token = layers.bytes_per_token(dtype) + (draft.bytes_per_token(dtype) if draft else 0)
+    resolved = resolve(config, Machine(device, free_bytes(device), model.context_length, per_token))
+    assert resolved.context_length is not None and resolved.max_total_tokens is not None
+    num_pages = resolved.max_total_tokens // resolved.page_size
+    pool = KVPool(
+        num_pages=num_pages,
+        page_size=resolved.page_size,
+        target=layers,
+        draft=draft,
+        dtype=dtype,
+        device=torch.device(device),
+    )
+    cache = KVCache(
+        num_pages=num_pages,
+        page_size=resolved.page_size,
+        max_rows=resolved.max_running_requests,
+        max_tokens=resolved.context_length + plan.num_draft_slots,
+        lookahead=plan.lookahead,
+        enable_prefix=not resolved.disable_radix_cache,
+    )
+    info = ModelInfo(
+        vocab_size=model.vocab_size,
+        context_length=resolved.context_length,
+        eos_token_ids=model.eos_token_ids,
+        generation_defaults=dict(model.sampling_defaults),
+        name=config.model_path,
+    )
+    parts = EngineParts(ModelRunner(target, pool), cache, info, resolved)
+    return plan.make(parts, plan), resolved
+
+
+def _draft_path(config: EngineConfig, target: ModelConfig) -> Path:
+    """The drafter's directory: the given one, or the one shipped for this target."""
+    if config.speculative_draft_model_path is not None:
+        path = Path(config.speculative_draft_model_path).expanduser()
+        if not path.is_dir():
+            raise ValueError(f"--speculative-draft-model-path {path} is not a directory")
+        return path
+    algorithm = config.speculative_algorithm
+    for path in sorted(ASSETS.glob(f"*-{algorithm.lower()}")):
+        fields = read_fields(path)
+        facts = (target.hidden_size, target.vocab_size, target.num_layers)
+        names = ("hidden_size", "vocab_size", "num_target_layers")
+        if tuple(fields.get(name) for name in names) == facts:
+            return path
+    raise ValueError(
+        f"no {algorithm} drafter is shipped for this target: give --speculative-draft-model-path"
+    )
