@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tiny import Option, tiny_checkpoint
-from truespec.kernels import kernel_set
+from truespec.kernels.reference import ReferenceKernels
 from truespec.models.fields import CheckpointError
 from truespec.models.loader import load_model
 from truespec.utils import model_path
@@ -18,7 +18,7 @@ from truespec.utils.model_path import resolve_model_path
 
 
 def load(directory: Path) -> None:
-    load_model(directory, kernel_set("torch"))
+    load_model(directory, ReferenceKernels())
 
 
 def edit_config(directory: Path, **fields: Option) -> None:
@@ -149,7 +149,7 @@ def test_a_broken_config_is_named(tmp_path: Path) -> None:
 
 def test_an_unknown_dtype_is_refused(tiny_llama: Path) -> None:
     with pytest.raises(ValueError, match="float8"):
-        load_model(tiny_llama, kernel_set("torch"), dtype="float8")
+        load_model(tiny_llama, ReferenceKernels(), dtype="float8")
 
 
 def test_an_unknown_name_lists_the_packaged_models() -> None:

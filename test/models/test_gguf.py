@@ -14,7 +14,7 @@ from torch import Tensor
 from paged import logits_in_chunks
 from tiny import Option, tiny_model
 from tiny_gguf import MetadataValue, write_gguf
-from truespec.kernels import kernel_set
+from truespec.kernels.reference import ReferenceKernels
 from truespec.models.fields import CheckpointError
 from truespec.models.llama import CausalLM
 from truespec.models.loader import load_model
@@ -31,7 +31,7 @@ def token_ids() -> Tensor:
 
 
 def load(path: Path) -> CausalLM:
-    return load_model(path, kernel_set("torch"))
+    return load_model(path, ReferenceKernels())
 
 
 def assert_equals_oracle(path: Path, oracle: torch.nn.Module, token_ids: Tensor) -> None:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from paged import extend_batch, kv_buffers, logits_in_chunks, shuffled_pages
 from tiny import Option, tiny_checkpoint, tiny_model
-from truespec.kernels import kernel_set
+from truespec.kernels.reference import ReferenceKernels
 from truespec.models.llama import CausalLM
 from truespec.models.loader import load_model
 
@@ -73,7 +73,7 @@ def oracle_logits(family: str, token_ids: Tensor, **options: Option) -> Tensor:
 
 
 def load(directory: Path) -> CausalLM:
-    return load_model(directory, kernel_set("torch"))
+    return load_model(directory, ReferenceKernels())
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
@@ -119,7 +119,7 @@ def test_a_bfloat16_checkpoint_is_computed_with_its_exact_values(
 
 
 def test_a_dtype_override_rounds_the_matrices(tiny_llama: Path, token_ids: Tensor) -> None:
-    rounded = load_model(tiny_llama, kernel_set("torch"), dtype="bfloat16")
+    rounded = load_model(tiny_llama, ReferenceKernels(), dtype="bfloat16")
     assert rounded.embed_weight.type == "BF16"
     logits = logits_in_chunks(rounded, token_ids, CHUNKS)
     expected = rounded_oracle_logits(token_ids, vectors=False)
