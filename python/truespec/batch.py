@@ -46,7 +46,7 @@ class ForwardBatch:
         token_ids: [num_rows] int64.
         positions: [num_rows] int32 absolute positions.
         row_to_req: [num_rows] int32 index into `page_table`.
-        out_slots: [num_rows] int64 pool slot (page * page_size + offset) each row's K/V is written to.
+        out_slots: [num_rows] int64 pool slot (page * page_size + offset) for each row's K/V.
         page_table: [bs, max_pages] int32.
         kv_lens: [num_rows] int32 keys visited; position + 1 for causal rows.
         tail_starts: [num_rows] int32, or `None` when no row has a tail.

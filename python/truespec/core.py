@@ -18,7 +18,7 @@ class ModeLogprobs(NamedTuple):
     """Logprobs of one token in one mode.
 
     Attributes:
-        logprob: of the chosen token; `None` for the first prompt token, or where the mode filters it.
+        logprob: of the chosen token; `None` for the first prompt token and where it is filtered.
         top_ids, top_logprobs: the best alternatives, best first, ties to the lowest id.
         asked: logprobs of the asked ids in the asked order; `None` where the mode filters an id.
     """

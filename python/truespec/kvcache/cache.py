@@ -101,7 +101,7 @@ class KVCache:
         return True
 
     def share(self, req: Req, num_valid: int) -> None:
-        """Put the full pages of a running request's first `num_valid` tokens into the prefix cache."""
+        """Put the full pages of a running request's first `num_valid` tokens into the cache."""
         node, kept = self.prefix.insert(req.token_ids, req.pages, num_valid)
         if len(kept) <= req.num_shared_pages:
             return

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 
 class PageAllocator:
-    """A stack of free page numbers; what was freed last is given out first (it is in the caches)."""
+    """A stack of free page numbers; what was freed last is given out first, still warm."""
 
     def __init__(self, num_pages: int) -> None:
         self.num_pages = num_pages

@@ -45,9 +45,9 @@ def _commit_prompt(req: Req, tables: list[LogprobTable]) -> None:
         )
     wish = req.params.logprobs
     for table in tables:
-        assert wish is not None and req.next_scored is not None
+        assert wish is not None, "a table of prompt tokens nobody asked for"
         for row in range(len(table.rank)):
-            token_id = req.prompt_ids[req.next_scored or 0]
+            token_id = req.prompt_ids[wish.start + len(req.prompt_records)]
             record = TokenRecord(token_id, "prompt")
             top_k = wish.prompt_top_k
             req.prompt_records.append(_with_logprobs(record, table, row, 0, wish, top_k, 1))

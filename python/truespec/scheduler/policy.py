@@ -45,7 +45,7 @@ class Policy:
         self.waiting.insert(at, req)
 
     def next_batch(self) -> tuple[Batch, list[Req]]:
-        """The chunks of the next step (empty when there is nothing to run) and who was retracted."""
+        """The chunks of the next step (empty when nothing can run) and who was retracted."""
         retracted: list[Req] = []
         chunks: list[ReqChunk] = []
         for req in list(self.running):

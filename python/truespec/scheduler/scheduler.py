@@ -121,7 +121,8 @@ class Scheduler:
 
     def check_idle(self) -> None:
         """Assert that nothing is left over when no request is open."""
-        assert not self._reqs and not self._policy.waiting and not self._policy.running
+        assert not self._reqs, f"{len(self._reqs)} requests are open"
+        assert not self._policy.waiting + self._policy.running, "a request was lost"
         self._worker.cache.check_idle()
 
     def _problem(self, message: Submit) -> str | None:

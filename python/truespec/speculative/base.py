@@ -28,7 +28,6 @@ from truespec.speculative.logprobs import prompt_logprobs, verdict_logprobs
 from truespec.speculative.sampling import process_step
 from truespec.speculative.verify import verify
 
-
 NO_TOKEN = "the model's output for the next token is not a number, or nothing may be chosen"
 
 

@@ -101,7 +101,7 @@ class BlockWorker(SpecWorker):
         return self.runner.pool.draft
 
     def _block_rows(self, chunks: list[ReqChunk]) -> AttentionRows:
-        """Rows of one block per chunk: G positions from the anchor's on, each seeing all of them."""
+        """One block per chunk: G positions from the anchor's on, each seeing all of them."""
         size = self.drafter.config.block_size
         starts = np.array([chunk.start for chunk in chunks])
         positions = (starts[:, None] + np.arange(size)).reshape(-1)

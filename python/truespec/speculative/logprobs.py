@@ -1,4 +1,4 @@
-"""Asks the one logprob helper for what the requests of a step want. Packs questions, nothing else."""
+"""Asks the one logprob helper for what the requests of a step want; packs questions only."""
 
 from __future__ import annotations
 

@@ -46,7 +46,8 @@ def build_worker(
         config: unresolved options.
         progress: is told each phase as it begins and its share done (0..1).
 
-    Returns (worker, resolved config, seconds per phase). Raises ValueError naming what does not fit.
+    Returns (worker, resolved config, seconds per phase).
+    Raises ValueError naming what does not fit.
     """
     phases: dict[str, float] = {}
     device = config.device
@@ -92,7 +93,8 @@ def build_from_plan(
     draft = plan.draft_layers
     per_token = layers.bytes_per_token(dtype) + (draft.bytes_per_token(dtype) if draft else 0)
     resolved = resolve(config, Machine(device, free_bytes(device), model.context_length, per_token))
-    assert resolved.context_length is not None and resolved.max_total_tokens is not None
+    assert resolved.context_length is not None, "resolve fills it"
+    assert resolved.max_total_tokens is not None, "resolve fills it"
     num_pages = resolved.max_total_tokens // resolved.page_size
     pool = KVPool(
         num_pages=num_pages,

@@ -9,7 +9,9 @@ import torch
 from torch import Tensor
 
 from truespec.batch import Batch
+from truespec.core import Req
 from truespec.engine.rows import StepRows
+from truespec.layers.logits_process import RowEdits, edit_logits, path_edits, request_edits
 from truespec.layers.sampler import SampledRows, SamplingRows, sample, sampling_rows
 from truespec.speculative.contract import Draft
 
@@ -37,7 +39,23 @@ def process_step(
     Args:
         raw_logits: [num draft rows, V] fp32, not modified.
     """
-    params = [chunk.req.params for chunk in batch.chunks if chunk.samples]
+    reqs = [chunk.req for chunk in batch.chunks if chunk.samples]
     positions = rows.forward.positions[torch.from_numpy(rows.sample_rows)] + 1
-    values = sampling_rows(params, np.diff(draft.cu_rows.numpy()).tolist(), positions)
-    return ProcessedStep(raw_logits, values, sample(raw_logits, values, vocab_size))
+    counts = np.diff(draft.cu_rows.numpy()).tolist()
+    values = sampling_rows([req.params for req in reqs], counts, positions)
+    edits = [edit for i, req in enumerate(reqs) for edit in _edits(req, draft, i)]
+    logits = edit_logits(raw_logits, edits, vocab_size)
+    return ProcessedStep(logits, values, sample(logits, values, vocab_size))
+
+
+def _edits(req: Req, draft: Draft, index: int) -> list[RowEdits | None]:
+    """Edits of a request's rows: each row follows the drafts on its own path from the root."""
+    first, end = draft.cu_rows[index : index + 2].tolist()
+    shared = request_edits(req.params, req.prompt_ids, req.output_ids, sorted(req.stop_ids))
+    if shared is None:
+        return [None] * (end - first)
+    ids, parents = draft.token_ids[first:end].tolist(), draft.parents[first:end].tolist()
+    paths: list[tuple[int, ...]] = [()]
+    for token_id, parent in zip(ids[1:], parents[1:], strict=True):
+        paths.append((*paths[parent - first], token_id))
+    return [path_edits(shared, path) for path in paths]
