@@ -8,7 +8,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from .rows import flat_fp32, run_row_ranges, use_numba
@@ -108,44 +110,49 @@ def _answer_numba(
 ) -> None:
     from .logprob_numba import logprob_slots
 
-    rows = questions.row_index[begin:end].clamp_min(0)
-    raw_flat, raw_stride, raw_rows = _flat(logits, rows)
-    edited_flat, edited_stride, edited_rows = raw_flat[:0], 0, raw_rows
-    limits = (edited.temperature, edited.keep_threshold, edited.tie_id)
-    if edited.logits.shape[0] > 0:
-        edited_flat, edited_stride, edited_rows = _flat(edited.logits, rows)
-        if edited_rows is not rows:
-            limits = tuple(limit[rows] for limit in limits)  # type: ignore[assignment]
-    part = slice(begin, end)
-    slots = (questions.token_ids[part], raw_rows, edited_rows, questions.requests[part])
-    ask = (questions.k, questions.asked_ids, questions.cu_asked, questions.modes)
-    out = (
-        answers.chosen[:, part],
-        answers.top_ids[:, part],
-        answers.top_values[:, part],
-        answers.asked[:, part],
-        answers.rank[part],
-        answers.entropy[part],
-    )
+    rows = questions.row_index.clamp_min(0)
+    raw_flat, raw_stride, raw_rows = _flat(logits, rows, begin, end)
+    edited_flat, edited_stride, edited_rows = _flat(edited.logits, rows, begin, end)
+    # NOTE: always whole, contiguous arrays: another layout would compile the kernel again.
     args = (
         (raw_flat.numpy(), raw_stride),
         (edited_flat.numpy(), edited_stride),
-        tuple(t.contiguous().numpy() for t in slots),
+        _arrays(questions.token_ids, raw_rows, edited_rows, rows, questions.requests),
         vocab_size,
     )
-    rest = tuple(tuple(t.numpy() for t in group) for group in (ask, limits, out))
+    rest = (
+        _arrays(questions.k, questions.asked_ids, questions.cu_asked, questions.modes),
+        _arrays(edited.temperature, edited.keep_threshold, edited.tie_id),
+        tuple(
+            answer.numpy()
+            for answer in (
+                answers.chosen,
+                answers.top_ids,
+                answers.top_values,
+                answers.asked,
+                answers.rank,
+                answers.entropy,
+            )
+        ),
+    )
 
     def run(first: int, last: int) -> None:
-        logprob_slots(*args, first, last, *rest)
+        logprob_slots(*args, begin + first, begin + last, *rest)
 
     run_row_ranges(run, end - begin, vocab_size)
 
 
-def _flat(logits: Tensor, rows: Tensor) -> tuple[Tensor, int, Tensor]:
-    """Flat fp32 logits, their row distance, and where `rows` are in them."""
+def _flat(logits: Tensor, rows: Tensor, begin: int, end: int) -> tuple[Tensor, int, Tensor]:
+    """Flat fp32 logits of slots begin .. end - 1, their row distance, and each slot's row in them."""
+    if logits.shape[0] == 0:
+        return torch.empty(0), 0, rows
     if _is_direct(logits):
         return *flat_fp32(logits), rows
-    return *flat_fp32(logits[rows]), torch.arange(rows.shape[0])
+    return *flat_fp32(logits[rows[begin:end]]), torch.arange(rows.shape[0]) - begin
+
+
+def _arrays(*tensors: Tensor) -> tuple[NDArray[np.generic], ...]:
+    return tuple(tensor.contiguous().numpy() for tensor in tensors)
 
 
 def _answer_reference(

@@ -38,9 +38,10 @@ def logprob_slots(raw, edited, slots, vocab, begin, end, ask, filters, out):  # 
 
     Args:
         raw, edited: (flat fp32, distance between rows).
-        slots: (token, raw row, edited row, request) of each slot, int64; token -1 is invalid.
+        slots: (token, raw row in `raw`, row in `edited`, row in `filters`, request) of each slot,
+            int64; token -1 is invalid.
         ask: (k [bs], asked ids, offsets [bs + 1], mode codes [bs, M]).
-        filters: per edited row (temperature, keep threshold, tie id).
+        filters: (temperature, keep threshold, tie id) by row.
         out: (chosen [M, S], top ids [M, S, K], top values, asked [M, S, A], rank [S],
             entropy [S]), filled with their fillers.
     """
@@ -50,23 +51,31 @@ def logprob_slots(raw, edited, slots, vocab, begin, end, ask, filters, out):  # 
     scratch = (np.empty(2 * k_max + BLOCK, np.int64), np.empty(blocks, np.int32))
     for s in range(begin, end):
         token = slots[0][s]
-        request = slots[3][s]
-        modes = ask[3][request]
-        if token < 0 or modes.max() < 0:
+        request = slots[4][s]
+        highest_mode = _highest(ask[3][request])
+        if token < 0 or highest_mode < 0:
             continue
         row = _row(raw, slots[1][s], vocab)
         top_key = block_maxima(row, block_max)
         if top_key != MIN_KEY:
             _answer_raw(row, block_max, value_of(top_key), s, token, request, ask, out, scratch)
-        if modes.max() > _RAW:
-            r = slots[2][s]
-            row = _row(edited, r, vocab)
+        if highest_mode > _RAW:
+            row = _row(edited, slots[2][s], vocab)
             top_key = block_maxima(row, block_max)
             if top_key != MIN_KEY:
+                r = slots[3][s]
                 limits = (filters[0][r], filters[1][r], filters[2][r])
                 _answer_edited(
                     row, block_max, value_of(top_key), limits, s, token, request, ask, out, scratch
                 )
+
+
+@njit(cache=True, nogil=True)
+def _highest(modes):  # type: ignore[no-untyped-def]
+    highest = -1
+    for m in range(modes.shape[0]):
+        highest = max(highest, modes[m])
+    return highest
 
 
 @njit(cache=True, nogil=True)

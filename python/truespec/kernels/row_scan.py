@@ -175,6 +175,8 @@ def best_codes(row, block_max, k, codes, scratch):  # type: ignore[no-untyped-de
     Fills `codes` [>= 2 k + BLOCK] int64 with sortable codes, best first; `code_column` and
     `code_key` take them apart. `scratch` [num_blocks] int32. Returns how many were found.
     """
+    if k == 0:
+        return 0
     size = row.shape[0]
     blocks = num_blocks(size)
     line = NEG_INF_KEY + np.int32(1)

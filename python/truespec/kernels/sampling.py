@@ -52,8 +52,14 @@ def choose_tokens(
         torch.empty(num_rows, dtype=torch.float32, device=device),
         torch.empty(num_rows, dtype=torch.int64, device=device),
     )
-    log_min_p = min_p.to(torch.float64).clamp_max(1.0).log()
-    rows = (temperature, top_k, top_p.to(torch.float64), log_min_p, seed, position)
+    rows = (
+        temperature.to(torch.float32),
+        top_k.to(torch.int32),
+        top_p.to(torch.float64),
+        min_p.to(torch.float64).clamp_max(1.0).log(),
+        seed.to(torch.int64),
+        position.to(torch.int64),
+    )
     if use_numba(device):
         for begin, end in row_blocks(logits, 16):
             _choose_numba(

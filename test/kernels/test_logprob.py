@@ -1,0 +1,486 @@
+"""Logprobs of emitted tokens against float64 log-softmaxes; every value from its own row."""
+
+from __future__ import annotations
+
+import math
+import random
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from truespec.kernels.rows import has_numba
+from truespec.layers.sampler import SamplingRows, sample
+from truespec.layers.utils.logprob import (
+    LogprobOutput,
+    LogprobSpec,
+    ProcessedRows,
+    compute_spec_v2_logprobs,
+    logprob_spec,
+)
+from truespec.params import LOGPROB_MODES, LogprobMode, LogprobParams
+
+INF = math.inf
+KERNELS = [
+    "torch",
+    pytest.param("numba", marks=pytest.mark.skipif(not has_numba(), reason="no numba")),
+]
+
+
+@pytest.fixture(params=KERNELS)
+def kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    monkeypatch.setenv("TRUESPEC_CPU_KERNELS", request.param)
+    return str(request.param)
+
+
+def _sampling_rows(
+    num_rows: int, temperature: float, top_k: int = 0, top_p: float = 1.0
+) -> SamplingRows:
+    return SamplingRows(
+        temperature=torch.full((num_rows,), temperature),
+        top_k=torch.full((num_rows,), top_k, dtype=torch.int32),
+        top_p=torch.full((num_rows,), top_p, dtype=torch.float64),
+        min_p=torch.zeros(num_rows, dtype=torch.float64),
+        seed=torch.zeros(num_rows, dtype=torch.int64),
+        position=torch.arange(num_rows),
+    )
+
+
+def _processed(edited: Tensor, rows: SamplingRows, vocab_size: int) -> ProcessedRows:
+    sampled = sample(edited, rows, vocab_size)
+    return ProcessedRows(edited, rows.temperature, sampled.keep_threshold, sampled.tie_id)
+
+
+def _ask(
+    logits: list[list[float]] | Tensor,
+    chosen: list[int],
+    wish: LogprobParams,
+    *,
+    temperature: float = 1.0,
+    edited: Tensor | None = None,
+) -> LogprobOutput:
+    """Chosen token of each row, as one request whose step emitted them all."""
+    raw = torch.as_tensor(logits)
+    n, vocab_size = raw.shape
+    edited = raw if edited is None else edited
+    return compute_spec_v2_logprobs(
+        raw,
+        torch.tensor([chosen]),
+        torch.arange(n)[None],
+        torch.tensor([n], dtype=torch.int32),
+        vocab_size=vocab_size,
+        spec=logprob_spec([wish]),
+        processed=_processed(edited, _sampling_rows(n, temperature), vocab_size),
+    )
+
+
+def _wish(*modes: LogprobMode, top_k: int = 0, token_ids: tuple[int, ...] = ()) -> LogprobParams:
+    return LogprobParams(top_k=top_k, modes=modes or ("raw",), token_ids=token_ids)
+
+
+def _approx(values: list[float]) -> object:
+    return pytest.approx(values, abs=1e-5)
+
+
+R0, R1, R2 = [0.0, 2, 1, 0], [3.0, 0, 1, 0], [0.0, 0, 0, 5]
+
+
+def _step(tokens: list[int], rows: list[int]) -> list[float]:
+    output = compute_spec_v2_logprobs(
+        torch.tensor([R0, R1, R2]),
+        torch.tensor([tokens]),
+        torch.tensor([rows]),
+        torch.tensor([sum(t >= 0 for t in tokens)], dtype=torch.int32),
+        vocab_size=4,
+        spec=logprob_spec([_wish()]),
+        processed=None,
+    )
+    return output.to_host().chosen[0][0]
+
+
+def test_b01_the_correction_has_the_logprob_of_the_row_that_refused(kernels: str) -> None:
+    values = _step([1, 0, -1], [0, 1, -1])
+    assert values[:2] == _approx([-0.493812, -0.210998])
+    assert math.isnan(values[2])
+
+
+def test_b02_drafts_and_bonus_have_the_logprobs_of_their_rows(kernels: str) -> None:
+    assert _step([1, 0, 3], [0, 1, 2]) == _approx([-0.493812, -0.210998, -0.020012])
+
+
+def test_b05_every_emitted_token_has_one_entry_and_the_first_is_its_rows(kernels: str) -> None:
+    logits = torch.randn(16, 33, generator=torch.Generator().manual_seed(0))
+    for n in (1, 2, 16):
+        tokens = logits[:n].argmax(-1).tolist()
+        values = _ask(logits[:n], tokens, _wish()).to_host().chosen[0][0]
+        expected = logits[:n].double().log_softmax(-1).amax(-1).tolist()
+        assert values == _approx(expected)
+
+
+def test_b06_an_accepted_draft_has_its_real_logprob(kernels: str) -> None:
+    assert _ask([[1.0, 0.0]], [0], _wish()).to_host().chosen[0][0] == _approx([-0.313262])
+
+
+def test_b07_a_step_cut_to_two_tokens_has_the_entries_of_two(kernels: str) -> None:
+    logits = torch.randn(4, 9, generator=torch.Generator().manual_seed(1))
+    args = (logits, torch.tensor([[1, 2, 3, 4]]), torch.arange(4)[None])
+    whole, cut = (
+        compute_spec_v2_logprobs(
+            *args,
+            torch.tensor([n], dtype=torch.int32),
+            vocab_size=9,
+            spec=logprob_spec([_wish(top_k=2)]),
+            processed=None,
+        )
+        for n in (4, 2)
+    )
+    assert torch.equal(cut.chosen[:, :, :2], whole.chosen[:, :, :2])
+    assert cut.chosen[:, :, 2:].isnan().all()
+    assert (cut.top_ids[:, :, 2:] == -1).all()
+
+
+def test_b16_processed_divides_by_temperature_and_renormalises(kernels: str) -> None:
+    output = _ask([[2.0, 1.0, 0.0]], [1], _wish("raw", "processed"), temperature=0.5)
+    chosen = output.to_host().chosen
+    assert [chosen[0][0][0], chosen[1][0][0]] == _approx([-1.407606, -2.142932])
+
+
+def test_b18_greedy_rows_report_real_values_in_every_mode(kernels: str) -> None:
+    host = _ask([[1.0, 0.0]], [0], _wish(*LOGPROB_MODES, top_k=2), temperature=0.0).to_host()
+    for mode in range(3):
+        assert host.chosen[mode][0] == _approx([-0.313262])
+        assert host.top_ids[mode][0] == [[0, 1]]
+        assert host.top_values[mode][0][0] == _approx([-0.313262, -1.313262])
+
+
+def test_b19_raw_values_are_of_the_logits_before_the_bias(kernels: str) -> None:
+    raw = torch.tensor([[1.0, 0.0, 2.0]])
+    before = raw.clone()
+    edited = raw + torch.tensor([0.0, 0.0, -50.0])
+    wish = _wish("raw", "processed", token_ids=(0, 1, 2))
+    host = _ask(raw, [0], wish, temperature=2.0, edited=edited).to_host()
+    assert host.asked[0][0][0] == _approx([-1.407606, -2.407606, -0.407606])
+    assert host.asked[1][0][0] == _approx([-0.474077, -0.974077, -24.974077])
+    assert torch.equal(raw, before)
+
+
+def test_b22_processed_values_follow_the_penalties_of_each_row(kernels: str) -> None:
+    raw = torch.tensor([[1.0, 0.9], [1.0, 0.9]])
+    edited = torch.tensor([[1.0, 0.9], [0.5, 0.9]])
+    host = _ask(raw, [0, 1], _wish("raw", "processed"), temperature=0.0, edited=edited).to_host()
+    assert host.chosen[0][0] == _approx([-0.644397, -0.744397])
+    assert host.chosen[1][0] == _approx([-0.644397, -0.513015])
+
+
+@pytest.mark.parametrize("stride", [0, 6])
+def test_b26_rows_beyond_two_to_the_31_elements_read_their_own_row(
+    kernels: str, stride: int
+) -> None:
+    """15,408 rows of 151,936: an expanded view stands for rows that are far apart."""
+    vocab_size, num_rows = 151936, 15408
+    base = torch.randn(vocab_size + 6 * num_rows, generator=torch.Generator().manual_seed(2))
+    logits = base.as_strided((num_rows, vocab_size), (stride, 1))
+    rows = torch.tensor([[0, 14134, 14135, num_rows - 1]])
+    output = compute_spec_v2_logprobs(
+        logits,
+        torch.full((1, 4), 777),
+        rows,
+        torch.tensor([4], dtype=torch.int32),
+        vocab_size=vocab_size,
+        spec=logprob_spec([_wish()]),
+        processed=None,
+    )
+    expected = [logits[int(r)].double().log_softmax(-1)[777].item() for r in rows[0]]
+    assert output.chosen[0, 0].tolist() == _approx(expected)
+
+
+@pytest.mark.skipif(not has_numba(), reason="numba is not installed")
+def test_b26_offsets_of_far_rows_are_64_bit() -> None:
+    """A row of a stride of 2^31 elements, in memory that is reserved and never touched between."""
+    from truespec.kernels.logprob_numba import _row
+
+    flat = torch.empty(2**31 + 64, dtype=torch.float32)
+    flat[2**31 : 2**31 + 4] = torch.tensor([1.0, 2.0, 3.0, 4.0])
+    assert _row((flat.numpy(), 2**31), 1, 4).tolist() == [1.0, 2.0, 3.0, 4.0]
+
+
+def test_b28_ten_equal_bf16_logits_give_the_fp32_answer(kernels: str) -> None:
+    logits = torch.full((1, 10), 3.0, dtype=torch.bfloat16)
+    assert _ask(logits, [4], _wish()).chosen[0, 0].tolist() == _approx([-2.302585])
+
+
+def test_b28_half_precision_rows_equal_their_widened_rows(kernels: str) -> None:
+    for dtype in (torch.bfloat16, torch.float16):
+        logits = torch.randn(20, 515, generator=torch.Generator().manual_seed(3)).to(dtype)
+        wish = _wish(*LOGPROB_MODES, top_k=3, token_ids=(4,))
+        one, two = (_ask(x, [7] * 20, wish) for x in (logits, logits.float()))
+        assert torch.equal(one.buffer, two.buffer)
+
+
+def test_b29_alternatives_are_k_best_and_the_chosen_token_stands_apart(kernels: str) -> None:
+    logits = [[3.0, 2.0, 1.0, 0.0]]
+    host = _ask(logits, [0], _wish(top_k=2)).to_host()
+    assert host.top_ids == [[[[0, 1]]]]
+    host = _ask(logits, [3], _wish(top_k=2)).to_host()
+    assert host.top_ids == [[[[0, 1]]]]
+    assert host.chosen[0][0] == _approx([-3.440190])
+    assert host.rank == [[4]]
+    assert _ask(logits, [0], _wish()).to_host().top_ids == [[[[]]]]
+    assert _ask(logits, [0], _wish(top_k=4)).to_host().top_ids == [[[[0, 1, 2, 3]]]]
+
+
+def test_more_alternatives_than_tokens_are_padded(kernels: str) -> None:
+    host = _ask([[1.0, 5.0, -INF]], [0], _wish(top_k=5)).to_host()
+    assert host.top_ids[0][0] == [[1, 0, -1, -1, -1]]
+    assert all(math.isnan(v) for v in host.top_values[0][0][0][2:])
+
+
+def test_equal_alternatives_come_in_order_of_their_ids(kernels: str) -> None:
+    logits = torch.zeros(1, 1000)
+    logits[0, 900:] = 1.0
+    host = _ask(logits, [0], _wish(top_k=150)).to_host()
+    assert host.top_ids[0][0][0] == [*range(900, 1000), *range(50)]
+    assert host.rank == [[101]]
+
+
+def test_filtered_tokens_have_no_processed_value_and_are_in_no_list(kernels: str) -> None:
+    logits = torch.tensor([[3.0, 2.0, 1.0, -INF]])
+    sampled = sample(logits, _sampling_rows(1, 1.0, top_k=2), 4)
+    output = compute_spec_v2_logprobs(
+        logits,
+        torch.tensor([[1]]),
+        torch.tensor([[0]]),
+        torch.tensor([1], dtype=torch.int32),
+        vocab_size=4,
+        spec=logprob_spec([_wish(*LOGPROB_MODES, top_k=4, token_ids=(2, 3, 0))]),
+        processed=ProcessedRows(logits, torch.ones(1), sampled.keep_threshold, sampled.tie_id),
+    )
+    host = output.to_host()
+    assert host.top_ids[2][0][0] == [0, 1, -1, -1]
+    assert host.top_ids[1][0][0] == [0, 1, 2, -1]
+    assert host.chosen[2][0] == _approx([math.log(1 / (1 + math.e))])
+    assert [math.isnan(v) for v in host.asked[2][0][0]] == [True, True, False]
+    assert [math.isnan(v) for v in host.asked[0][0][0]] == [False, True, False]
+
+
+def test_entropy_is_of_the_raw_distribution(kernels: str) -> None:
+    logits = torch.randn(3, 700, generator=torch.Generator().manual_seed(4)) * 4
+    logits[1] = 0.0
+    logits[2, 1:] = -INF
+    output = _ask(logits, [0, 0, 0], _wish())
+    p = logits.double().softmax(-1)
+    expected = torch.special.entr(p).sum(-1)
+    assert output.entropy[0].tolist() == _approx(expected.tolist())
+    assert output.entropy[0, 1].item() == pytest.approx(math.log(700), abs=1e-5)
+
+
+def test_prompt_entries_are_raw_and_take_their_own_width() -> None:
+    wish = LogprobParams(top_k=1, prompt_top_k=3, modes=("processed", "raw"), token_ids=(5,))
+    spec = logprob_spec([wish, None], prompt=True)
+    assert spec.k.tolist() == [3, 0]
+    assert spec.modes.tolist() == [[0], [-1]]
+    assert not spec.needs_processed
+    assert logprob_spec([wish]).needs_processed
+
+
+def test_modes_come_in_the_order_a_request_asks(kernels: str) -> None:
+    logits = [[2.0, 1.0, 0.0]]
+    one = _ask(logits, [1], _wish("raw", "temperature"), temperature=0.5).to_host()
+    two = _ask(logits, [1], _wish("temperature", "raw"), temperature=0.5).to_host()
+    assert one.chosen[0] == two.chosen[1]
+    assert one.chosen[1] == two.chosen[0]
+    assert one.chosen[0] != one.chosen[1]
+
+
+def _reference_row(
+    x: Tensor, kept: Tensor, temperature: float, ids: list[int]
+) -> tuple[list[float], list[int]]:
+    """float64: logprobs of ids (nan where filtered), and the kept ids best first."""
+    scaled = torch.where(kept & (x > -INF), x.double() / temperature, -INF)
+    logprobs = scaled.log_softmax(-1)
+    values = [logprobs[i].item() if scaled[i] > -INF else math.nan for i in ids]
+    order = sorted((i for i in range(len(x)) if scaled[i] > -INF), key=lambda i: (-x[i].item(), i))
+    return values, order
+
+
+def _assert_close(ours: list[float], expected: list[float]) -> None:
+    assert [math.isnan(v) for v in ours] == [math.isnan(v) for v in expected]
+    assert [v for v in ours if v == v] == pytest.approx([v for v in expected if v == v], abs=2e-5)
+
+
+@settings(max_examples=60, deadline=None)
+@given(seed=st.integers(0, 2**32))
+def test_random_batches_equal_a_float64_reference_on_every_valid_slot(seed: int) -> None:
+    rng = random.Random(seed)
+    generator = torch.Generator().manual_seed(seed)
+    batch_size, width, vocab_size = rng.randint(1, 4), rng.randint(1, 5), rng.choice([3, 40, 300])
+    num_rows = batch_size * width + rng.randint(0, 3)
+    raw = (torch.randn(num_rows, vocab_size + 2, generator=generator) * 4).round(decimals=1)
+    is_edited = torch.rand(raw.shape, generator=generator) < 0.2
+    edited = torch.where(is_edited, raw - rng.choice([1.0, INF]), raw)
+    edited[:, 0] = 0.3
+    rows = _sampling_rows(num_rows, 1.0)
+    rows = replace(
+        rows,
+        temperature=torch.tensor([rng.choice([0.0, 0.5, 2.0]) for _ in range(num_rows)]),
+        top_k=torch.tensor([rng.choice([0, 1, 7]) for _ in range(num_rows)], dtype=torch.int32),
+        top_p=torch.tensor([rng.choice([1.0, 0.6]) for _ in range(num_rows)], dtype=torch.float64),
+    )
+    wishes = [
+        None
+        if rng.random() < 0.2
+        else LogprobParams(
+            top_k=rng.choice([0, 1, 5, 20]),
+            token_ids=tuple(rng.randrange(vocab_size) for _ in range(rng.randint(0, 3))),
+            modes=tuple(rng.sample(LOGPROB_MODES, rng.randint(1, 3))),
+        )
+        for _ in range(batch_size)
+    ]
+    # Paths of trees: any increasing rows, each row at most once.
+    row_index = torch.randperm(num_rows, generator=generator)[: batch_size * width]
+    row_index = row_index.view(batch_size, width).sort(1).values
+    num_tokens = torch.tensor([rng.randint(0, width) for _ in range(batch_size)], dtype=torch.int32)
+    processed = _processed(edited, rows, vocab_size)
+    token_ids = sample(edited, rows, vocab_size).token_ids[row_index]
+    is_valid = torch.arange(width) < num_tokens[:, None]
+    answers = []
+    for name in ("torch", "numba") if has_numba() else ("torch",):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("TRUESPEC_CPU_KERNELS", name)
+            answers.append(
+                compute_spec_v2_logprobs(
+                    raw,
+                    torch.where(is_valid, token_ids, -1),
+                    torch.where(is_valid, row_index, -1),
+                    num_tokens,
+                    vocab_size=vocab_size,
+                    spec=logprob_spec(wishes),
+                    processed=processed,
+                )
+            )
+    for output in answers:
+        _check_batch(output, wishes, raw[:, :vocab_size], processed, token_ids, row_index, is_valid)
+
+
+def _check_batch(
+    output: LogprobOutput,
+    wishes: list[LogprobParams | None],
+    raw: Tensor,
+    processed: ProcessedRows,
+    token_ids: Tensor,
+    row_index: Tensor,
+    is_valid: Tensor,
+) -> None:
+    host = output.to_host()
+    ids = torch.arange(raw.shape[1])
+    for i, wish in enumerate(wishes):
+        for j in range(is_valid.shape[1]):
+            modes = wish.modes if wish is not None and is_valid[i, j] else ()
+            for m in range(output.num_modes):
+                if m >= len(modes):
+                    assert math.isnan(host.chosen[m][i][j])
+                    assert all(t == -1 for t in host.top_ids[m][i][j])
+                    assert all(math.isnan(v) for v in host.top_values[m][i][j])
+                    assert all(math.isnan(v) for v in host.asked[m][i][j])
+                    continue
+                assert wish is not None
+                row, token = int(row_index[i, j]), int(token_ids[i, j])
+                x = raw[row] if modes[m] == "raw" else processed.logits[row, : len(ids)]
+                t = float(processed.temperature[row]) if modes[m] != "raw" else 1.0
+                threshold, tie = processed.keep_threshold[row], processed.tie_id[row]
+                kept = (x > threshold) | ((x == threshold) & (ids <= tie))
+                if modes[m] != "processed":
+                    kept = torch.ones_like(kept)
+                values, order = _reference_row(x, kept, t or 1.0, [token, *wish.token_ids])
+                pad = output.a_max - len(wish.token_ids)
+                _assert_close([host.chosen[m][i][j]], values[:1])
+                _assert_close(host.asked[m][i][j], values[1:] + [math.nan] * pad)
+                best = order[: wish.top_k]
+                pad = output.k_max - len(best)
+                assert host.top_ids[m][i][j] == best + [-1] * pad
+                expected, _ = _reference_row(x, kept, t or 1.0, best)
+                _assert_close(host.top_values[m][i][j], expected + [math.nan] * pad)
+            if modes:
+                row, token = int(row_index[i, j]), int(token_ids[i, j])
+                assert host.rank[i][j] == 1 + int((raw[row] > raw[row, token]).sum())
+            else:
+                assert host.rank[i][j] == 0
+                assert math.isnan(host.entropy[i][j])
+
+
+def _all_rows(logits: Tensor, tokens: Tensor, spec: LogprobSpec) -> LogprobOutput:
+    """One request per row, as plain decoding and prompt scoring ask."""
+    n, vocab_size = logits.shape
+    return compute_spec_v2_logprobs(
+        logits,
+        tokens[:, None],
+        torch.arange(n)[:, None],
+        torch.ones(n, dtype=torch.int32),
+        vocab_size=vocab_size,
+        spec=spec,
+        processed=None,
+    )
+
+
+@pytest.mark.skipif(not has_numba(), reason="the bit-equal mode is numba's")
+def test_a_rows_answers_are_the_same_bits_in_any_batch() -> None:
+    logits = torch.randn(70, 49152, generator=torch.Generator().manual_seed(5)) * 3
+    tokens = logits[:, :100].argmax(-1)
+    whole = _all_rows(logits, tokens, logprob_spec([_wish(top_k=5)] * 70))  # on threads
+    for row in (0, 33, 69):
+        alone = _all_rows(
+            logits[row : row + 1], tokens[row : row + 1], logprob_spec([_wish(top_k=5)])
+        )
+        for name in ("chosen", "top_ids", "top_values"):
+            one, two = getattr(alone, name)[:, 0], getattr(whole, name)[:, row]
+            assert torch.equal(one.view(torch.int32), two.view(torch.int32)), name
+        assert alone.entropy.view(torch.int32)[0] == whole.entropy.view(torch.int32)[row]
+
+
+def test_x08_a_prompt_scored_in_chunks_has_the_same_values_and_bounded_memory(
+    kernels: str,
+) -> None:
+    num_rows, vocab_size = 96, 32000
+    logits = torch.randn(num_rows, vocab_size, generator=torch.Generator().manual_seed(6))
+    tokens = torch.arange(num_rows) * 7
+    answers = []
+    for chunk in (1, 7, num_rows):
+        parts = []
+        for begin in range(0, num_rows, chunk):
+            part = slice(begin, begin + chunk)
+            spec = logprob_spec(
+                [LogprobParams(prompt_top_k=2, start=0)] * len(tokens[part]), prompt=True
+            )
+            parts.append(_all_rows(logits[part], tokens[part], spec).chosen)
+        answers.append(torch.cat(parts, dim=1))
+    expected = logits.double().log_softmax(-1).gather(-1, tokens[:, None])
+    for answer in answers:
+        assert torch.allclose(answer[0].double(), expected, atol=2e-5)
+
+
+def _memory(what: str) -> int:
+    """Bytes of a line of /proc/self/status."""
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith(what):
+            return int(line.split()[1]) * 1024
+    raise AssertionError(f"no {what}")
+
+
+@pytest.mark.skipif(not has_numba(), reason="the reference trades memory for plainness")
+@pytest.mark.skipif(sys.platform != "linux", reason="reads the peak from /proc")
+def test_x08_extra_memory_is_a_small_part_of_the_logits() -> None:
+    logits = torch.randn(64, 151936, generator=torch.Generator().manual_seed(7))
+    spec = logprob_spec([_wish(top_k=20)] * 64)
+    tokens = torch.zeros(64, dtype=torch.int64)
+    _all_rows(logits, tokens, spec)  # compiles, starts threads
+    before = _memory("VmRSS")
+    Path("/proc/self/clear_refs").write_text("5")  # the peak starts over
+    output = _all_rows(logits, tokens, spec)
+    extra = _memory("VmHWM") - before
+    assert output.chosen.shape == (1, 64, 1)
+    assert extra < 0.02 * logits.numel() * logits.element_size()
