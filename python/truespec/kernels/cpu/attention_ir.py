@@ -20,9 +20,9 @@ BLOCK = 16
 BITS = {"f32": I32, "bf16": I16}
 # name -> number of arguments
 ATTENTION_FUNCTIONS = {
-    "scores": 7,
+    "scores": 9,
     "softmax": 6,
-    "values": 8,
+    "values": 9,
     "finish": 4,
     "store_key": 4,
     "store_value": 4,
@@ -46,22 +46,23 @@ def attention_module(kv: KVType, blocking: Blocking) -> ir.Module:
 
 
 def _scores(module: ir.Module, kv: KVType, blocking: Blocking) -> None:
-    """scores(q, num, k block, second k block or 0, head_dim, out, bytes per row of out).
+    """scores(q, num, k block, second or 0, head_dim, out, bytes per row of out, next, next second).
 
-    out[i, 0:16] = q_i . keys, out[i, 16:32] the same for the second block; q is [num, head_dim].
+    The next blocks are only prefetched. out[i, 0:16] = q_i . keys, out[i, 16:32] the same for the second block; q is [num, head_dim].
     """
     rows = range(1, blocking.rows + 1)
     single = {r: _score_block(module, kv, r, 1) for r in rows}
     pair = {r: _score_block(module, kv, r, 2) for r in rows} if blocking.key_blocks == 2 else None
     e = new_function(module, "scores", ATTENTION_FUNCTIONS["scores"])
-    q, num, k0, k1, head_dim, out, ld_out = e.args
+    q, num, k0, k1, head_dim, out, ld_out, next0, next1 = e.args
     ld_q = e.times(head_dim, 4)
 
     def run(blocks: dict[int, ir.Function], first: ir.Value, second: ir.Value, at: int) -> None:
         def call(block: ir.Function, row: ir.Value) -> None:
             target = e.address(out, e.b.mul(row, ld_out), at)
             queries = e.address(q, e.b.mul(row, ld_q))
-            e.b.call(block, [queries, ld_q, first, second, head_dim, target, ld_out])
+            ahead = [next0, next1] if at == 0 else [next1, next1]
+            e.b.call(block, [queries, ld_q, first, second, head_dim, target, ld_out, *ahead])
 
         _by_rows(e, num, blocking.rows, {r: partial(call, block) for r, block in blocks.items()})
 
@@ -78,13 +79,16 @@ def _scores(module: ir.Module, kv: KVType, blocking: Blocking) -> None:
 
 
 def _score_block(module: ir.Module, kv: KVType, rows: int, blocks: int) -> ir.Function:
-    """block(q, ldq, k0, k1, head_dim, out, ld_out): chains over head_dim, ascending."""
-    e = new_function(module, f"scores_{rows}_{blocks}", 7, private=True)
-    q, ld_q, k0, k1, head_dim, out, ld_out = e.args
-    keys = [k0, k1][:blocks]
+    """block(q, ldq, k0, k1, head_dim, out, ld_out, next0, next1): chains over head_dim."""
+    e = new_function(module, f"scores_{rows}_{blocks}", 9, private=True)
+    q, ld_q, k0, k1, head_dim, out, ld_out, next0, next1 = e.args
+    keys, ahead = [k0, k1][:blocks], [next0, next1][:blocks]
     sums = [[e.variable(splat(F32, 0.0)) for _ in keys] for _ in range(rows)]
     unroll = 4
     with e.loop(head_dim, step=unroll) as d:
+        for block in ahead:
+            for line in range(0, unroll * BLOCK * _size(kv), 64):
+                e.prefetch(e.address(block, e.times(d, BLOCK * _size(kv)), line))
         for u in range(unroll):
             at = e.b.add(d, i64(u))
             lanes = [_load_kv(e, kv, e.address(k, e.times(at, BLOCK * _size(kv)))) for k in keys]
@@ -142,7 +146,7 @@ def _softmax(module: ir.Module) -> None:
 
 
 def _values(module: ir.Module, kv: KVType, blocking: Blocking) -> None:
-    """values(p, bytes per row of p, num, v block, count, head_dim, out, bytes per row of out).
+    """values(p, bytes per row of p, num, v block, count, head_dim, out, bytes per row, next v).
 
     out[i] += sum over the first `count` keys of p[i, key] * v[key], keys ascending. Later slots
     are not read.
@@ -151,7 +155,7 @@ def _values(module: ir.Module, kv: KVType, blocking: Blocking) -> None:
     rows = range(1, blocking.value_rows + 1)
     blocks = {w: {r: _value_block(module, kv, r, w) for r in rows} for w in widths}
     e = new_function(module, "values", ATTENTION_FUNCTIONS["values"])
-    p, ld_p, num, v, count, head_dim, out, ld_out = e.args
+    p, ld_p, num, v, count, head_dim, out, ld_out, ahead = e.args
     done = e.variable(i64(0))
     for width in widths:
         span = width * LANES
@@ -162,8 +166,8 @@ def _values(module: ir.Module, kv: KVType, blocking: Blocking) -> None:
             def call(block: ir.Function, row: ir.Value, d: ir.Value = d) -> None:
                 weights = e.address(p, e.b.mul(row, ld_p))
                 target = e.address(out, e.b.mul(row, ld_out), e.times(d, 4))
-                lanes = e.address(v, e.times(d, _size(kv)))
-                e.b.call(block, [weights, ld_p, lanes, count, head_dim, target, ld_out])
+                lanes, later = (e.address(x, e.times(d, _size(kv))) for x in (v, ahead))
+                e.b.call(block, [weights, ld_p, lanes, count, head_dim, target, ld_out, later])
 
             calls = {r: partial(call, block) for r, block in blocks[width].items()}
             _by_rows(e, num, blocking.value_rows, calls)
@@ -172,9 +176,9 @@ def _values(module: ir.Module, kv: KVType, blocking: Blocking) -> None:
 
 
 def _value_block(module: ir.Module, kv: KVType, rows: int, width: int) -> ir.Function:
-    """block(p, ld_p, v, count, head_dim, out, ld_out): rows times 16 * `width` of head_dim."""
-    e = new_function(module, f"values_{rows}_{width}", 7, private=True)
-    p, ld_p, v, count, head_dim, out, ld_out = e.args
+    """block(p, ld_p, v, count, head_dim, out, ld_out, next v): rows times 16 * `width` columns."""
+    e = new_function(module, f"values_{rows}_{width}", 8, private=True)
+    p, ld_p, v, count, head_dim, out, ld_out, ahead = e.args
 
     def target(r: int, w: int) -> ir.Value:
         return e.address(out, e.times(ld_out, r), 64 * w)
@@ -182,7 +186,10 @@ def _value_block(module: ir.Module, kv: KVType, rows: int, width: int) -> ir.Fun
     cells = [(r, w) for r in range(rows) for w in range(width)]
     sums = {(r, w): e.variable(e.load_f32x16(target(r, w))) for r, w in cells}
     with e.loop(count) as t:
-        base = e.address(v, e.b.mul(t, e.times(head_dim, _size(kv))))
+        offset = e.b.mul(t, e.times(head_dim, _size(kv)))
+        base = e.address(v, offset)
+        for line in range(0, width * LANES * _size(kv), 64):
+            e.prefetch(e.address(ahead, offset, line))
         lanes = [_load_kv(e, kv, e.address(base, w * LANES * _size(kv))) for w in range(width)]
         for r in range(rows):
             weight = e.load_broadcast(e.address(p, e.times(ld_p, r), e.times(t, 4)))

@@ -91,7 +91,7 @@ def attend_group(r, index, first, last, head, scratch):  # type: ignore[no-untyp
                 key = row_block(r, index, row, head, block, own_block, True)
                 target = s + (block - span) * BLOCK * FLOAT
                 ld = SCORE_STRIDE * FLOAT
-                call(r[SCORES], (q, per_kv, key, 0, head_dim, target, ld))
+                call(r[SCORES], (q, per_kv, key, 0, head_dim, target, ld, key, 0))
             softmax_row(r, row, at, per_kv, span, s, states, acc)
         shared_values(r, index, first, head, span, shared_stop, num, scores, acc)
         for row in range(first, last):
@@ -181,15 +181,25 @@ def row_block(r, index, row, head, block, own_block, keys):  # type: ignore[no-u
 @njit
 def shared_scores(r, index, row, head, span, stop, num, queries, scores):  # type: ignore[no-untyped-def]
     """Scores of all queries of a unit for blocks [span, stop), two blocks at a time."""
+    ld = SCORE_STRIDE * FLOAT
+    first, second = block_pair(r, index, row, head, span, stop)
     for block in range(span, stop, 2):
-        slot = page_slot(r, row, block * BLOCK)
-        first, second = pool_address(r, index, head, slot, True), 0
-        if block + 1 < stop:
-            slot = page_slot(r, row, (block + 1) * BLOCK)
-            second = pool_address(r, index, head, slot, True)
+        next_first, next_second = block_pair(r, index, row, head, block + 2, stop)
         target = scores + (block - span) * BLOCK * FLOAT
-        ld = SCORE_STRIDE * FLOAT
-        call(r[SCORES], (queries, num, first, second, r[HEAD_DIM], target, ld))
+        args = (queries, num, first, second, r[HEAD_DIM], target, ld, next_first, next_second)
+        call(r[SCORES], args)
+        first, second = next_first, next_second
+
+
+@njit
+def block_pair(r, index, row, head, block, stop):  # type: ignore[no-untyped-def]
+    """Addresses of the keys of two blocks, 0 for one from `stop` on."""
+    first, second = 0, 0
+    if block < stop:
+        first = pool_address(r, index, head, page_slot(r, row, block * BLOCK), True)
+    if block + 1 < stop:
+        second = pool_address(r, index, head, page_slot(r, row, (block + 1) * BLOCK), True)
+    return first, second
 
 
 @njit
@@ -208,10 +218,15 @@ def softmax_row(r, row, at, per_kv, span, scores, states, acc):  # type: ignore[
 def shared_values(r, index, row, head, span, stop, num, scores, acc):  # type: ignore[no-untyped-def]
     """Weighted values of blocks [span, stop) for all queries of a unit."""
     ld, ld_out = SCORE_STRIDE * FLOAT, r[HEAD_DIM] * FLOAT
+    value = pool_address(r, index, head, page_slot(r, row, span * BLOCK), False)
     for block in range(span, stop):
-        value = pool_address(r, index, head, page_slot(r, row, block * BLOCK), False)
+        following = value
+        if block + 1 < stop:
+            slot = page_slot(r, row, (block + 1) * BLOCK)
+            following = pool_address(r, index, head, slot, False)
         p = scores + (block - span) * BLOCK * FLOAT
-        call(r[VALUES], (p, ld, num, value, BLOCK, r[HEAD_DIM], acc, ld_out))
+        call(r[VALUES], (p, ld, num, value, BLOCK, r[HEAD_DIM], acc, ld_out, following))
+        value = following
 
 
 @njit
@@ -222,7 +237,7 @@ def row_values(r, index, row, head, span, block, at, per_kv, scores, acc, own_bl
     p = scores + (at * SCORE_STRIDE + (block - span) * BLOCK) * FLOAT
     out = acc + at * r[HEAD_DIM] * FLOAT
     ld, ld_out = SCORE_STRIDE * FLOAT, r[HEAD_DIM] * FLOAT
-    call(r[VALUES], (p, ld, per_kv, value, count, r[HEAD_DIM], out, ld_out))
+    call(r[VALUES], (p, ld, per_kv, value, count, r[HEAD_DIM], out, ld_out, value))
 
 
 @njit

@@ -48,7 +48,8 @@ def move_slots(runtime: Runtime, kv: KVBuffers, src_slots: Tensor, dst_slots: Te
 
 def fill_pool(runtime: Runtime, record: Tensor, kv: KVBuffers) -> None:
     """Write the pool's addresses, sizes and the kernels of its type into a record."""
-    assert kv.k.is_contiguous() and kv.v.is_contiguous(), "the pool must be contiguous"
+    assert kv.k.is_contiguous(), "the pool of keys must be contiguous"
+    assert kv.v.is_contiguous(), "the pool of values must be contiguous"
     _, pages, blocks_per_page, _, head_dim, _ = kv.k.shape
     f = record.numpy()
     for name, address in runtime.attention_functions(KV_TYPES[kv.k.dtype]).items():
