@@ -76,9 +76,9 @@ def _chat(namespace: argparse.Namespace) -> int:
 def _convert(namespace: argparse.Namespace) -> int:
     from pathlib import Path
 
-    from truespec.models.convert import convert
+    from truespec.convert import convert
 
-    convert(Path(namespace.gguf), Path(namespace.directory), namespace.dtype)
+    convert(namespace.gguf, Path(namespace.directory), namespace.dtype)
     return 0
 
 
@@ -111,7 +111,7 @@ def _generate_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def _convert_flags(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("gguf", help="GGUF file")
+    parser.add_argument("gguf", help="GGUF file or the name of a packaged model")
     parser.add_argument("directory", help="where the Hugging Face directory is written")
     parser.add_argument("--dtype", choices=["bfloat16", "float32"], default="bfloat16")
 

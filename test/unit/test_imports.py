@@ -26,8 +26,7 @@ ALLOWED: dict[str, set[str]] = {
     "layers": TENSORS | {"kernels", "attention", "distributed"},
     "models": TENSORS | {"layers", "kernels"},
     "engine": TENSORS | {"kernels", "kvcache", "attention", "layers", "models", "distributed"},
-    "speculative": TENSORS
-    | {"engine", "layers", "models", "kernels", "kvcache", "constrained"},
+    "speculative": TENSORS | {"engine", "layers", "models", "kernels", "kvcache", "constrained"},
     "scheduler": TENSORS
     | {"message", "kvcache", "constrained", "engine.worker", "speculative.registry"},
     "tokenizer": EVERYWHERE | {"message"},
@@ -37,7 +36,14 @@ ALLOWED: dict[str, set[str]] = {
     "bench": TENSORS | {"llm", "models", "layers"},
     "distributed": EVERYWHERE,
 }
-COMPOSITION_ROOTS = {"llm.py", "server/launch.py", "__init__.py", "__main__.py", "launch_server.py"}
+COMPOSITION_ROOTS = {
+    "llm.py",
+    "convert.py",
+    "server/launch.py",
+    "__init__.py",
+    "__main__.py",
+    "launch_server.py",
+}
 KERNEL_LIBRARIES = {"torch", "triton", "numba", "llvmlite", "numpy"}
 
 
