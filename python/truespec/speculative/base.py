@@ -25,6 +25,7 @@ from truespec.kvcache import KVCache, LayerSpec
 from truespec.models.llama import CausalLM
 from truespec.speculative.contract import Draft, Verdict
 from truespec.speculative.logprobs import prompt_logprobs, verdict_logprobs
+from truespec.speculative.planner import Planner
 from truespec.speculative.sampling import process_step
 from truespec.speculative.verify import verify
 
@@ -112,6 +113,8 @@ class SpecWorker(Worker):
         self.runner, self.cache, self.info = parts.runner, parts.cache, parts.info
         self.config = parts.config
         self.num_drafts, self.num_draft_slots = plan.num_drafts, plan.num_draft_slots
+        self.planner = Planner(plan.num_drafts, costs=None)
+        self._planned: dict[str, int] = {}
 
     @classmethod
     @abstractmethod
@@ -130,7 +133,7 @@ class SpecWorker(Worker):
         """Bring the draft cache up to the committed tokens."""
 
     def step(self, batch: Batch) -> StepOutput:
-        draft = self.draft(batch)
+        draft = self.plan_and_draft(batch)
         rows = prepare_rows(batch, draft.token_ids, draft.parents, draft.cu_rows, self.cache)
         output = self.runner.forward(rows.forward, self.capture)
         raw_logits = self.runner.logits(output.hidden[torch.from_numpy(rows.sample_rows)])
@@ -139,6 +142,7 @@ class SpecWorker(Worker):
         logprobs = verdict_logprobs(batch, raw_logits, verdict, processed, self.info.vocab_size)
         prompts = prompt_logprobs(batch, rows, output.hidden, self.runner, self.info.vocab_size)
         committed = self._commit_rows(batch, rows, verdict)
+        self._observe(draft, verdict)
         self.extend(StepState(batch, draft, rows, output, verdict, committed))
         return _to_host(batch, draft, verdict, logprobs, prompts)
 
@@ -148,11 +152,30 @@ class SpecWorker(Worker):
     def describe(self) -> dict[str, object]:
         return {"algorithm": self.config.speculative_algorithm, "num_drafts": self.num_drafts}
 
+    def plan_and_draft(self, batch: Batch) -> Draft:
+        """Choose draft lengths, then draft."""
+        self._plan_drafts(batch)
+        return self.draft(batch)
+
     def planned_drafts(self, chunk: ReqChunk) -> int:
-        """Drafts to make for a sampling chunk: what is reserved, asked for and worth it."""
-        asked = chunk.req.params.num_draft_tokens
-        count = min(chunk.max_drafts, self.num_drafts)
-        return count if asked is None else min(count, asked)
+        """Drafts to make for a sampling chunk in this step."""
+        return self._planned[chunk.req.rid]
+
+    def _plan_drafts(self, batch: Batch) -> None:
+        """What is reserved, what the request asked for, and of that what is worth its cost."""
+        sampling = [chunk for chunk in batch.chunks if chunk.samples]
+        caps = []
+        for chunk in sampling:
+            cap, asked = min(chunk.max_drafts, self.num_drafts), chunk.req.params.num_draft_tokens
+            caps.append(cap if asked is None else min(cap, asked))
+        other_rows = sum(chunk.num_rows for chunk in batch.chunks) - len(sampling)
+        counts = self.planner.counts(caps, other_rows)
+        self._planned = {c.req.rid: n for c, n in zip(sampling, counts, strict=True)}
+
+    def _observe(self, draft: Draft, verdict: Verdict) -> None:
+        cu = draft.cu_rows.tolist()
+        for index, count in enumerate(verdict.num_tokens.tolist()):
+            self.planner.observe(cu[index + 1] - cu[index] - 1, max(0, count - 1))
 
     def _commit_rows(self, batch: Batch, rows: StepRows, verdict: Verdict) -> Committed:
         """Find the committed rows; accepted tree nodes are moved to their own positions' slots."""

@@ -26,6 +26,7 @@ from truespec.speculative.base import EngineParts, SpecWorker, WorkerPlan
 from truespec.speculative.dspark_worker_v2 import DSparkWorker
 from truespec.speculative.ngram_worker import NgramWorker
 from truespec.speculative.plain_worker import PlainWorker
+from truespec.speculative.profile import measure_costs
 
 WORKERS: dict[str, type[SpecWorker]] = {
     "NONE": PlainWorker,
@@ -75,12 +76,20 @@ def build_worker(
         with phase("self-test"):
             self_test_row_invariance(kernels, target.shape, target.config.vocab_size)
     with phase("drafter"):
-        worker_class = WORKERS[config.speculative_algorithm]
-        path = _draft_path(config, target.config) if worker_class.needs_drafter else None
-        plan = worker_class.plan(config, target, path)
+        chosen = worker_class(config)
+        path = _draft_path(config, target.config) if chosen.needs_drafter else None
+        plan = chosen.plan(config, target, path)
     with phase("memory"):
         worker, resolved = build_from_plan(config, target, plan, device)
+    if resolved.speculative_adaptive and worker.num_drafts:
+        with phase("profile"):
+            worker.planner.costs = measure_costs(worker)
     return worker, resolved, phases
+
+
+def worker_class(config: EngineConfig) -> type[SpecWorker]:
+    """The worker that the options name."""
+    return WORKERS[config.speculative_algorithm]
 
 
 def build_from_plan(

@@ -1,0 +1,152 @@
+"""How many drafts are worth verifying: from what steps cost and from what was accepted so far.
+
+Under coupled verification any schedule leaves the output unchanged, so the plan may look at
+everything. Symbols of DSpark (arXiv 2607.05147, section 3.4): a_j the survival of draft j (the
+probability that it and all before it are accepted), B rows of the step, tau expected tokens.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from dataclasses import dataclass, field
+
+AVERAGING = 0.97  # weight of the past in the running acceptance
+FIRST_ACCEPTANCE = 0.7  # before anything is known: drafting is tried
+PROBE_STEPS = 24  # steps without drafts before one is tried again
+MAX_PROBE_STEPS = 384
+MIN_GAIN = 1.02  # predicted gain below which drafts are left out
+
+
+@dataclass(frozen=True, slots=True)
+class CostTable:
+    """Seconds by size, linear between the measured points and beyond the last two.
+
+    Attributes:
+        sizes: ascending. seconds: one per size.
+    """
+
+    sizes: tuple[int, ...]
+    seconds: tuple[float, ...]
+
+    def at(self, size: int) -> float:
+        """Seconds for `size`; 0 is free."""
+        if size == 0 or not self.sizes:
+            return 0.0
+        if len(self.sizes) == 1 or size <= self.sizes[0]:
+            return self.seconds[0]
+        right = min(bisect_left(self.sizes, size), len(self.sizes) - 1)
+        left = right - 1
+        slope = (self.seconds[right] - self.seconds[left]) / (self.sizes[right] - self.sizes[left])
+        return self.seconds[left] + slope * (size - self.sizes[left])
+
+
+@dataclass(frozen=True, slots=True)
+class StepCosts:
+    """Measured costs of this machine.
+
+    Attributes:
+        rows: a target step by its rows (forward, head and sampling).
+        blocks: drafting by the number of requests drafted for.
+    """
+
+    rows: CostTable
+    blocks: CostTable
+
+
+@dataclass(slots=True)
+class Planner:
+    """Chooses draft lengths step by step.
+
+    Args:
+        num_drafts: drafts per request at most.
+        costs: `None` drafts as much as it may.
+
+    Attributes:
+        acceptance: [num_drafts] running conditional acceptance by position.
+    """
+
+    num_drafts: int
+    costs: StepCosts | None
+    acceptance: list[float] = field(default_factory=list)
+    _idle_steps: int = 0
+    _probe_after: int = PROBE_STEPS
+
+    def __post_init__(self) -> None:
+        self.acceptance = [FIRST_ACCEPTANCE] * self.num_drafts
+
+    def counts(self, caps: list[int], other_rows: int) -> list[int]:
+        """Drafts to make per decoding request.
+
+        Args:
+            caps: what each request may have.
+            other_rows: prompt rows in the same step.
+        """
+        num_wishing = sum(cap > 0 for cap in caps)
+        if self.costs is None or num_wishing == 0:
+            return caps
+        base_rows = len(caps) + other_rows
+        survivals = self._survivals()
+        without = len(caps) / self.costs.rows.at(base_rows)
+        best, best_length = without * MIN_GAIN, 0
+        for length in range(1, self.num_drafts + 1):
+            taken = [min(cap, length) for cap in caps]
+            tokens = len(caps) + sum(sum(survivals[:count]) for count in taken)
+            seconds = self.costs.rows.at(base_rows + sum(taken)) + self.costs.blocks.at(num_wishing)
+            if tokens / seconds > best:
+                best, best_length = tokens / seconds, length
+        if best_length == 0:
+            return self._idle_or_probe(caps)
+        self._idle_steps, self._probe_after = 0, PROBE_STEPS
+        return [min(cap, best_length) for cap in caps]
+
+    def trim(self, survivals: list[list[float]], other_rows: int) -> list[int]:
+        """Drafts to verify per request once they are made (their cost is spent).
+
+        Rows are admitted by falling survival, equal ones by position and then request, until the
+        expected tokens per second fall.
+
+        Args:
+            survivals: a_j of each draft by request, falling along j.
+            other_rows: rows of the step that are run anyway.
+        """
+        if self.costs is None:
+            return [len(values) for values in survivals]
+        order = sorted(
+            (-value, j, r) for r, values in enumerate(survivals) for j, value in enumerate(values)
+        )
+        counts = [0] * len(survivals)
+        tokens = float(len(survivals))
+        rows = len(survivals) + other_rows
+        best = tokens / self.costs.rows.at(rows)
+        admitted = list(counts)
+        for negative, _, request in order:
+            tokens -= negative
+            rows += 1
+            admitted[request] += 1
+            if tokens / self.costs.rows.at(rows) > best:
+                best = tokens / self.costs.rows.at(rows)
+                counts = list(admitted)
+        return counts
+
+    def observe(self, num_drafts: int, num_accepted: int) -> None:
+        """Learn from one request's step: drafts verified and how many of them were accepted."""
+        for position in range(min(num_drafts, num_accepted + 1)):
+            hit = 1.0 if position < num_accepted else 0.0
+            known = self.acceptance[position]
+            self.acceptance[position] = known * AVERAGING + hit * (1.0 - AVERAGING)
+
+    def _survivals(self) -> list[float]:
+        survivals, product = [], 1.0
+        for rate in self.acceptance:
+            product *= rate
+            survivals.append(product)
+        return survivals
+
+    def _idle_or_probe(self, caps: list[int]) -> list[int]:
+        """No drafts, but now and then one step with them, rarer each time it does not pay."""
+        self._idle_steps += 1
+        if self._idle_steps <= self._probe_after:
+            return [0] * len(caps)
+        self._idle_steps = 0
+        self._probe_after = min(self._probe_after * 2, MAX_PROBE_STEPS)
+        return caps

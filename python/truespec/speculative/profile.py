@@ -1,0 +1,73 @@
+"""Measures what steps and drafts cost on this machine, with requests made up for it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+from truespec.batch import Batch, ReqChunk
+from truespec.core import Req
+from truespec.params import SamplingParams
+from truespec.speculative.base import SpecWorker
+from truespec.speculative.planner import CostTable, StepCosts
+
+ROW_SIZES = (1, 2, 4, 8, 16, 32)
+BLOCK_SIZES = (1, 4, 16)
+PROMPT = 24  # tokens of a made-up request
+REPEATS = 3  # the fastest counts: everything else is noise
+
+
+def measure_costs(worker: SpecWorker) -> StepCosts:
+    """Run steps of several sizes and take the fastest of each.
+
+    The worker must not have requests. Sizes that do not fit into its cache are left out.
+    """
+    rows = _table(ROW_SIZES, lambda n: _step_seconds(worker, n, drafts=False))
+    blocks = _table(BLOCK_SIZES, lambda n: _step_seconds(worker, n, drafts=True))
+    return StepCosts(rows, blocks)
+
+
+def _table(sizes: tuple[int, ...], measure: Callable[[int], float | None]) -> CostTable:
+    found = [(size, seconds) for size in sizes if (seconds := measure(size)) is not None]
+    return CostTable(tuple(s for s, _ in found), tuple(t for _, t in found))
+
+
+def _step_seconds(worker: SpecWorker, count: int, *, drafts: bool) -> float | None:
+    """Seconds to draft for `count` requests, or to run `count` plain decodes."""
+    reqs = _admit(worker, count)
+    if len(reqs) < count:
+        _release(worker, reqs)
+        return None
+    prefill = Batch([ReqChunk(req, 0, PROMPT - 1, samples=False, max_drafts=0) for req in reqs])
+    worker.step(prefill)
+    num_drafts = worker.num_drafts if drafts else 0
+    decode = Batch([ReqChunk(req, PROMPT - 1, 1, True, num_drafts) for req in reqs])
+    work = worker.plan_and_draft if drafts else worker.step
+    best = min(_seconds(lambda: work(decode)) for _ in range(REPEATS))
+    _release(worker, reqs)
+    return best
+
+
+def _admit(worker: SpecWorker, count: int) -> list[Req]:
+    reqs = []
+    for index in range(count):
+        ids = [1 + (index + i) % (worker.info.vocab_size - 1) for i in range(PROMPT)]
+        params = SamplingParams(temperature=0.0, seed=0)
+        req = Req(f"profile-{index}", ids, params, stop_ids=frozenset())
+        room = PROMPT + worker.num_draft_slots
+        if not worker.cache.try_admit(req, max_hit=0, num_tokens=room):
+            break
+        reqs.append(req)
+    return reqs
+
+
+def _release(worker: SpecWorker, reqs: list[Req]) -> None:
+    for req in reqs:
+        worker.forget(req)
+        worker.cache.release(req, keep=False)
+
+
+def _seconds(work: Callable[[], object]) -> float:
+    start = time.perf_counter()
+    work()
+    return time.perf_counter() - start
