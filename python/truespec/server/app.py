@@ -12,6 +12,7 @@ from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
+from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 
 from truespec.tokenizer.errors import BadRequest
@@ -28,6 +29,7 @@ from .native_models import (
 )
 from .openai_models import ChatRequest, CompletionRequest
 from .service import Service
+from .streaming import CLIENT_CLOSED
 
 ROUTERS = (
     openai_routes.router,
@@ -70,6 +72,7 @@ def build_app(
     app.add_exception_handler(ApiError, _api_error)
     app.add_exception_handler(BadRequest, _bad_request)
     app.add_exception_handler(HTTPException, _http_error)
+    app.add_exception_handler(ClientDisconnect, _client_left)
     app.add_exception_handler(Exception, _internal_error)
     app.openapi = lambda: _schema(app)  # type: ignore[method-assign]  # FastAPI's documented way
     gate = Gate(app, service.config.api_key)
@@ -98,6 +101,10 @@ async def _http_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     message = f"{request.method} {request.url.path}: {error.detail}"
     return ApiError(error.status_code, message, headers=dict(error.headers or {})).response()
+
+
+async def _client_left(request: Request, error: Exception) -> Response:
+    return ApiError(CLIENT_CLOSED, "the client left").response()
 
 
 async def _internal_error(request: Request, error: Exception) -> Response:

@@ -11,10 +11,10 @@ from truespec.tokenizer.request_state import TextStream
 
 from .native_models import AbortRequest, DetokenizeRequest, TokenizeRequest
 from .openai_models import ChatRequest
-from .openai_routes import chat_ids
+from .openai_routes import CHAT_STAND_IN, chat_ids
 from .responses import body_of, json_response, ready_service
 from .service import Service
-from .validation import validate_data
+from .validation import parse
 
 router = APIRouter()
 
@@ -75,7 +75,10 @@ def _tokens(service: Service, body: TokenizeRequest) -> list[int]:
         "continue_final_message": body.continue_final_message,
         "chat_template_kwargs": body.chat_template_kwargs,
     }
-    return chat_ids(service, validate_data(ChatRequest, chat))
+    parsed = parse(ChatRequest, chat, CHAT_STAND_IN)
+    with parsed.problems.guard():
+        return chat_ids(service, parsed.body)
+    raise BadRequest(parsed.problems.found)
 
 
 def _is_part(rid: str, asked: str) -> bool:

@@ -17,6 +17,7 @@ import msgspec
 import zmq
 import zmq.asyncio
 
+from truespec.core import Finish
 from truespec.message import (
     Abort,
     CacheFlushed,
@@ -36,7 +37,7 @@ from truespec.message import (
 from truespec.tokenizer.manager import TokenizerManager
 from truespec.tokenizer.request_state import Piece, RequestState
 
-from .errors import queue_full, unavailable
+from .errors import ApiError, queue_full, unavailable
 from .metrics import Metrics
 
 log = logging.getLogger(__name__)
@@ -108,6 +109,13 @@ class Generation:
         """The reader is gone: whoever waits goes on and finds `left` set."""
         self.left = True
         self._arrived.set()
+
+    def error(self, finish: Finish) -> ApiError:
+        """What to answer for a choice that failed: a 503 when the engine is gone, else a 500."""
+        message = finish.message or "the request failed"
+        if self._client.status == "failed":
+            return unavailable(message, "engine_failed")
+        return ApiError(500, message, code="generation_failed")
 
     def close(self) -> None:
         """Abort what still runs; called when the reader is done or gone."""

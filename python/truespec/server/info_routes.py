@@ -19,6 +19,7 @@ from .params import NATIVE_NAMES
 from .responses import json_response, ready_service, service_of
 from .service import Prompt, Service
 from .streaming import finished
+from .validation import Problems
 
 router = APIRouter()
 STATIC = Path(__file__).parent / "static"
@@ -37,7 +38,8 @@ async def health_generate(request: Request) -> Response:
     """200 after the engine has generated a token."""
     service = ready_service(request)
     params = SamplingParams(temperature=0.0, max_tokens=1)
-    generation = service.start([Prompt([0])], [params], 1, names=NATIVE_NAMES)
+    prepared = service.prepare([Prompt([0])], [params], 1, names=NATIVE_NAMES, problems=Problems())
+    generation = service.client.open(prepared)
     await finished(generation, request.receive)
     if not generation.choices[0].records:
         raise unavailable("the engine gave no token", "no_token")

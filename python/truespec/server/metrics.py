@@ -5,7 +5,14 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Sequence
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client import (
+    CollectorRegistry,
+    Counter,
+    Gauge,
+    Histogram,
+    disable_created_metrics,
+    generate_latest,
+)
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
@@ -30,6 +37,7 @@ class Metrics:
         """`compat`: also export under the names of "vllm" or "sglang"."""
         self.acceptance = Acceptance()
         self.num_output_tokens = 0
+        disable_created_metrics()  # type: ignore[no-untyped-call]  # not annotated there
         self._registry = CollectorRegistry()
         self._starts: dict[str, float] = {}
         self._lasts: dict[str, float] = {}

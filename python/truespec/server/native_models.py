@@ -43,6 +43,11 @@ IdLists = Annotated[
 ]
 
 
+def _objects(value: object) -> object:
+    """A single object as a list of one."""
+    return [value] if isinstance(value, dict) else value
+
+
 class NativeSampling(StrictModel):
     """`sampling_params` of /generate."""
 
@@ -75,7 +80,7 @@ class GenerateRequest(StrictModel):
 
     text: str | list[str] | None = None
     input_ids: IdLists | None = None
-    sampling_params: NativeSampling | list[NativeSampling] | None = None
+    sampling_params: Annotated[list[NativeSampling], BeforeValidator(_objects)] | None = None
     return_logprob: bool | list[bool] | None = None
     logprob_start_len: int | list[int] | None = None
     top_logprobs_num: Count | list[Count] | None = None

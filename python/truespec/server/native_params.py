@@ -35,7 +35,8 @@ def native_items(body: GenerateRequest, default_mode: LogprobMode) -> tuple[list
     """The prompts of a request, and whether it is a batch. Raises `BadRequest`."""
     prompts, is_batch = _prompts(body)
     count = len(prompts)
-    sampling = _spread("sampling_params", body.sampling_params, NativeSampling(), count, is_batch)
+    given = body.sampling_params or [NativeSampling()]
+    sampling = given * count if len(given) == 1 else _matched("sampling_params", given, count)
     wanted = _spread("return_logprob", body.return_logprob, False, count, is_batch)
     starts = _spread("logprob_start_len", body.logprob_start_len, -1, count, is_batch)
     widths = _spread("top_logprobs_num", body.top_logprobs_num, 0, count, is_batch)

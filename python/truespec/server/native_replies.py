@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import orjson
 
 from truespec.core import Finish, ModeLogprobs, TokenRecord
+from truespec.tokenizer.acceptance import Acceptance
 from truespec.tokenizer.request_state import Piece, RequestState
 from truespec.tokenizer.token_table import TokenTable
 
@@ -68,6 +69,7 @@ class _Choice:
         self._output = _Output(options, state)
         self._input: dict[str, JSONValue] | None = None
         self._num_tokens = 0
+        self._acceptance = Acceptance()
 
     def whole(self) -> dict[str, JSONValue]:
         state = self._state
@@ -80,6 +82,8 @@ class _Choice:
             self._input = self._input_fields()
         self._output.add(piece)
         self._num_tokens += len(piece.records)
+        for record in piece.records:
+            self._acceptance.add(record)
         shows_input = is_first or not self._options.incremental
         chunk: dict[str, JSONValue] = {
             "text": self._output.text.fragment(),
@@ -106,7 +110,7 @@ class _Choice:
             "seed": state.submit.params.seed,
         }
         if self._options.num_drafts:
-            counts = state.acceptance
+            counts = self._acceptance
             meta |= {
                 "spec_verify_ct": counts.num_steps,
                 "spec_accept_length": counts.mean_length,

@@ -9,10 +9,10 @@ from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from truespec.params import Grammar
-from truespec.tokenizer.errors import BadRequest, Problem
 from truespec.tokenizer.prepare import FieldNames
 from truespec.tokenizer.request_state import Piece
 
+from .engine_client import Prepared
 from .logprobs import JSONValue
 from .native_models import (
     UNSUPPORTED_NATIVE,
@@ -22,12 +22,13 @@ from .native_models import (
 from .native_params import NativeItem, native_items
 from .native_replies import NativeOptions, NativeReply
 from .params import NATIVE_NAMES, native_params
-from .responses import body_of, json_response, ready_service
+from .responses import json_response, ready_service
 from .service import Prompt, Service, new_id
 from .streaming import Batcher, EventStream, finished
-from .validation import refuse_unsupported
+from .validation import Problems, StandIn, check_extra, parse, parse_object
 
 router = APIRouter()
+STAND_IN = StandIn(("text", "input_ids"), {"input_ids": [0]})
 GRAMMAR_FIELDS = {"regex": "regex", "lark": "ebnf"}
 
 
@@ -36,19 +37,15 @@ async def generate(request: Request) -> Response:
     """Generate in SGLang's native dialect."""
     started = time.monotonic()
     service = ready_service(request)
-    body = await body_of(request, GenerateRequest)
-    refuse_unsupported(body, UNSUPPORTED_NATIVE)
-    items, is_batch = native_items(body, service.limits.logprobs_mode)
-    _check(service, items)
-    num_choices = items[0].sampling.n or 1
-    params = [native_params(item.sampling, item.logprobs, service.defaults) for item in items]
-    generation = service.start(
-        [Prompt(_ids(service, item)) for item in items],
-        params,
-        num_choices,
-        names=_names(params[0].grammar, body),
-        rids=[item.rid or new_id("gen") for item in items],
-    )
+    body, problems = parse(GenerateRequest, parse_object(await request.body()), STAND_IN)
+    check_extra(body, UNSUPPORTED_NATIVE, problems)
+    items: list[NativeItem] = []
+    is_batch = False
+    with problems.guard():
+        items, is_batch = native_items(body, service.limits.logprobs_mode)
+    num_choices = (items[0].sampling.n or 1) if items else 1
+    prepared = _prepare(service, body, items, num_choices, problems)
+    generation = service.client.open(prepared)
     options = NativeOptions(
         table=service.table,
         many=is_batch or num_choices > 1,
@@ -89,22 +86,43 @@ class NativeStream:
         return []
 
 
-def _check(service: Service, items: Sequence[NativeItem]) -> None:
-    """Refuse what the engine's limits do not cover: asked ids, names in use, unbuilt fields."""
-    problems = []
-    vocab_size = service.limits.vocab_size
+def _prepare(
+    service: Service,
+    body: GenerateRequest,
+    items: Sequence[NativeItem],
+    num_choices: int,
+    problems: Problems,
+) -> list[Prepared]:
+    """Check every prompt. Raises `BadRequest` with all that was found."""
+    params = []
     for item in items:
-        refuse_unsupported(item.sampling, UNSUPPORTED_SAMPLING)
-        bad = next((i for i in item.asked_ids if not 0 <= i < vocab_size), None)
-        if bad is not None:
-            message = (
-                f"token_ids_logprob contains {bad}, outside the vocabulary (0 to {vocab_size - 1})"
-            )
-            problems.append(Problem("token_ids_logprob", message))
-        if item.rid is not None and service.client.is_open(item.rid):
-            problems.append(Problem("rid", f"rid {item.rid!r} is in use"))
-    if problems:
-        raise BadRequest(problems)
+        check_extra(item.sampling, UNSUPPORTED_SAMPLING, problems)
+        _check_asked(item, service.limits.vocab_size, problems)
+        with problems.guard():
+            params.append(native_params(item.sampling, item.logprobs, service.defaults))
+    if len(params) < len(items):
+        problems.raise_any()
+    prepared = service.prepare(
+        [Prompt(_ids(service, item)) for item in items],
+        params,
+        num_choices,
+        names=_names(params[0].grammar if params else None, body),
+        problems=problems,
+        rids=[item.rid or new_id("gen") for item in items],
+    )
+    for rid in [one.submit.rid for one in prepared]:
+        if service.client.is_open(rid):
+            problems.add("rid", f"rid {rid!r} is in use")
+    problems.raise_any()
+    return prepared
+
+
+def _check_asked(item: NativeItem, vocab_size: int, problems: Problems) -> None:
+    """Asked ids are checked even where no logprobs are returned."""
+    bad = next((i for i in item.asked_ids if not 0 <= i < vocab_size), None)
+    if bad is not None and item.logprobs is None:
+        message = f"token_ids_logprob has {bad}, outside the vocabulary (0 to {vocab_size - 1})"
+        problems.add("token_ids_logprob", message)
 
 
 def _ids(service: Service, item: NativeItem) -> list[int]:

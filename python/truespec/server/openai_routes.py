@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Sequence
 
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
-from truespec.params import SamplingParams
+from truespec.params import Grammar, SamplingParams
 from truespec.tokenizer.chat_template import ChatTemplateError
 from truespec.tokenizer.errors import BadRequest, Problem
 from truespec.tokenizer.prepare import FieldNames, rest_of_context
@@ -32,14 +33,27 @@ from .params import (
     OpenAILogprobs,
     chat_logprobs,
     completion_logprobs,
+    openai_grammar,
+    openai_logprobs,
     openai_params,
 )
-from .responses import body_of, json_response, ready_service, service_of
+from .responses import json_response, ready_service, service_of
 from .service import Prompt, Service, new_id
 from .streaming import Batcher, EventStream, finished
-from .validation import refuse_unsupported, warn_unknown
+from .validation import (
+    Parsed,
+    Problems,
+    StandIn,
+    check_extra,
+    parse,
+    parse_object,
+    warn_unknown,
+)
 
 router = APIRouter()
+COMPLETION_STAND_IN = StandIn(("prompt",), {"prompt": [0]})
+CHAT_STAND_IN = StandIn(("messages",), {"messages": [{"role": "user", "content": "?"}]})
+LONG_TEXT_CHARS = 50_000
 TEMPLATE_FIELDS = ("name", "tool_calls", "tool_call_id", "reasoning_content")
 
 
@@ -47,36 +61,30 @@ TEMPLATE_FIELDS = ("name", "tool_calls", "tool_call_id", "reasoning_content")
 async def completions(request: Request) -> Response:
     """Complete one or several prompts."""
     service = ready_service(request)
-    body = await body_of(request, CompletionRequest)
-    return await complete(request, service, body, new_id("cmpl"), CompletionReply)
+    parsed = parse(CompletionRequest, parse_object(await request.body()), COMPLETION_STAND_IN)
+    return await complete(request, service, parsed, new_id("cmpl"), CompletionReply)
 
 
 async def complete(
     request: Request,
     service: Service,
-    body: CompletionRequest,
+    parsed: Parsed[CompletionRequest],
     reply_id: str,
     reply_class: type[OpenAIReply],
 ) -> Response:
     """Run a completion and answer in the shape of `reply_class`. Raises `BadRequest`."""
-    _check_common(service, body)
-    _check_completion(body)
+    body, problems = parsed
+    _check_common(service, body, problems)
+    _check_completion(body, problems)
     shown = completion_logprobs(body)
-    skips = body.skip_special_tokens is not False
-    prompts = [
-        service.prompt(given, echo=bool(body.echo), skip_special_tokens=skips)
-        for given in body.prompt
-    ]
+    prompts = [await _prompt(service, body, given) for given in body.prompt]
     max_tokens = COMPLETION_MAX_TOKENS if body.max_tokens is None else body.max_tokens
-    params = _params(service, body, shown, max_tokens)
-    generation = service.start(
-        prompts,
-        [params] * len(prompts),
-        body.n or 1,
-        names=_with_grammar_field(COMPLETION_NAMES, body),
-    )
+    params = [_params(service, body, shown, max_tokens, problems)] * len(prompts)
+    names = _with_grammar_field(COMPLETION_NAMES, body)
+    prepared = service.prepare(prompts, params, body.n or 1, names=names, problems=problems)
     echoes = tuple(prompt.echo for prompt in prompts if prompt.echo is not None)
     options = _options(service, body, shown, reply_id, echoes)
+    generation = service.client.open(prepared)
     return await _respond(request, body, generation, reply_class(options, generation.choices))
 
 
@@ -84,16 +92,21 @@ async def complete(
 async def chat_completions(request: Request) -> Response:
     """Answer a conversation."""
     service = ready_service(request)
-    body = await body_of(request, ChatRequest)
-    _check_common(service, body)
+    body, problems = parse(ChatRequest, parse_object(await request.body()), CHAT_STAND_IN)
+    _check_common(service, body, problems)
+    _check_chat(body, problems)
     shown = chat_logprobs(body)
-    prompt = Prompt(chat_ids(service, body))
+    prompts: list[Prompt] = []
+    with problems.guard():
+        prompts = [Prompt(chat_ids(service, body))]
     asked = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
-    max_tokens = rest_of_context(len(prompt.ids), service.limits) if asked is None else asked
-    params = _params(service, body, shown, max_tokens)
+    num_prompt = len(prompts[0].ids) if prompts else 0
+    max_tokens = rest_of_context(num_prompt, service.limits) if asked is None else asked
+    params = [_params(service, body, shown, max_tokens, problems)] * len(prompts)
     names = _with_grammar_field(CHAT_NAMES, body)
-    generation = service.start([prompt], [params], body.n or 1, names=names)
+    prepared = service.prepare(prompts, params, body.n or 1, names=names, problems=problems)
     options = _options(service, body, shown, new_id("chatcmpl"), _chat_echo(body))
+    generation = service.client.open(prepared)
     return await _respond(request, body, generation, ChatReply(options, generation.choices))
 
 
@@ -181,16 +194,37 @@ async def _respond(
     return EventStream(generation, OpenAIStream(reply, batcher))
 
 
+async def _prompt(service: Service, body: CompletionRequest, given: str | list[int]) -> Prompt:
+    """A prompt as ids; a long text is encoded in a thread, so that streams go on meanwhile."""
+
+    def make() -> Prompt:
+        skips = body.skip_special_tokens is not False
+        return service.prompt(given, echo=bool(body.echo), skip_special_tokens=skips)
+
+    is_long = isinstance(given, str) and len(given) > LONG_TEXT_CHARS
+    return await asyncio.to_thread(make) if is_long else make()
+
+
 def _params(
-    service: Service, body: SamplingRequest, shown: OpenAILogprobs, max_tokens: int
+    service: Service,
+    body: SamplingRequest,
+    shown: OpenAILogprobs,
+    max_tokens: int,
+    problems: Problems,
 ) -> SamplingParams:
+    grammar: Grammar | None = None
+    bad_words_ids: tuple[tuple[int, ...], ...] = ()
+    with problems.guard():
+        grammar = openai_grammar(body)
+    with problems.guard():
+        bad_words_ids = service.bad_words(body.bad_words or [])
     return openai_params(
         body,
-        shown,
         max_tokens=max_tokens,
-        default_mode=service.limits.logprobs_mode,
+        logprobs=openai_logprobs(body, shown, service.limits.logprobs_mode),
+        grammar=grammar,
+        bad_words_ids=bad_words_ids,
         defaults=service.defaults,
-        bad_words=service.bad_words,
     )
 
 
@@ -199,23 +233,32 @@ def _with_grammar_field(names: FieldNames, body: SamplingRequest) -> FieldNames:
     return names._replace(grammar="response_format") if uses_format else names
 
 
-def _check_common(service: Service, body: SamplingRequest) -> None:
+def _check_common(service: Service, body: SamplingRequest, problems: Problems) -> None:
     service.check_model(body.model)
-    refuse_unsupported(body, UNSUPPORTED)
+    check_extra(body, UNSUPPORTED, problems)
     warn_unknown(body, UNSUPPORTED)
     if body.stream_options is not None and not body.stream:
-        message = "stream_options is only for streams (stream: true)"
-        raise BadRequest([Problem("stream_options", message)])
+        problems.add("stream_options", "stream_options is only for streams (stream: true)")
 
 
-def _check_completion(body: CompletionRequest) -> None:
-    problems = []
+def _check_completion(body: CompletionRequest, problems: Problems) -> None:
     if body.best_of is not None and body.best_of != (body.n or 1):
-        problems.append(Problem("best_of", f"best_of is {body.best_of}, only n is supported"))
+        problems.add("best_of", f"best_of is {body.best_of}, only the value of n is supported")
     if body.suffix is not None:
-        problems.append(Problem("suffix", "suffix is not supported by this server"))
-    if problems:
-        raise BadRequest(problems)
+        problems.add("suffix", "suffix is not supported by this server")
+    if body.token_details and not completion_logprobs(body).output:
+        problems.add("token_details", "token_details needs logprobs")
+
+
+def _check_chat(body: ChatRequest, problems: Problems) -> None:
+    needy = {
+        "top_logprobs": body.top_logprobs,
+        "logprob_token_ids": body.logprob_token_ids,
+        "token_details": body.token_details,
+    }
+    for name, value in needy.items():
+        if value and not body.logprobs:
+            problems.add(name, f"{name} needs logprobs: true")
 
 
 def _options(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -30,7 +30,6 @@ NATIVE_NAMES = FieldNames(
     grammar="json_schema",
 )
 T = TypeVar("T")
-BadWords = Callable[[list[str]], tuple[tuple[int, ...], ...]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,25 +84,22 @@ def completion_logprobs(request: CompletionRequest) -> OpenAILogprobs:
 
 
 def chat_logprobs(request: ChatRequest) -> OpenAILogprobs:
-    """What /v1/chat/completions shows. Raises `BadRequest` for top_logprobs without logprobs."""
-    output = bool(request.logprobs)
-    asked = {"top_logprobs": request.top_logprobs, "logprob_token_ids": request.logprob_token_ids}
-    lonely = [Problem(name, f"{name} needs logprobs: true") for name, v in asked.items() if v]
-    if lonely and not output:
-        raise BadRequest(lonely)
-    return OpenAILogprobs(output, request.top_logprobs or 0, request.prompt_logprobs)
+    """What /v1/chat/completions shows."""
+    return OpenAILogprobs(
+        bool(request.logprobs), request.top_logprobs or 0, request.prompt_logprobs
+    )
 
 
 def openai_params(
     request: SamplingRequest,
-    shown: OpenAILogprobs,
     *,
     max_tokens: int,
-    default_mode: LogprobMode,
+    logprobs: LogprobParams | None,
+    grammar: Grammar | None,
+    bad_words_ids: tuple[tuple[int, ...], ...],
     defaults: SamplingDefaults,
-    bad_words: BadWords,
 ) -> SamplingParams:
-    """Parameters of a /v1 request. Raises `BadRequest` for fields that contradict each other."""
+    """Parameters of a /v1 request."""
     seed = None if request.seed == -1 else request.seed  # NOTE: clients send -1 for a random one
     return SamplingParams(
         temperature=_or(request.temperature, defaults.temperature),
@@ -121,9 +117,9 @@ def openai_params(
         ignore_eos=bool(request.ignore_eos),
         logit_bias=tuple((request.logit_bias or {}).items()),
         allowed_token_ids=_tuple_or_none(request.allowed_token_ids),
-        bad_words_ids=bad_words(request.bad_words or []),
-        grammar=_openai_grammar(request),
-        logprobs=_openai_logprob_params(request, shown, default_mode),
+        bad_words_ids=bad_words_ids,
+        grammar=grammar,
+        logprobs=logprobs,
         speculative=_or(request.speculative, True),
         skip_special_tokens=_or(request.skip_special_tokens, True),
         spaces_between_special_tokens=_or(request.spaces_between_special_tokens, True),
@@ -131,10 +127,44 @@ def openai_params(
     )
 
 
+def openai_logprobs(
+    request: SamplingRequest, shown: OpenAILogprobs, default_mode: LogprobMode
+) -> LogprobParams | None:
+    """What the engine has to compute for what a /v1 reply shows."""
+    if not shown.output and shown.prompt_top_k is None:
+        return None
+    prompt_widths = [shown.prompt_top_k or 0, shown.top_k if shown.echoed else 0]
+    return LogprobParams(
+        top_k=shown.top_k,
+        prompt_top_k=max(prompt_widths),
+        start=0 if shown.echoed or shown.prompt_top_k is not None else -1,
+        token_ids=tuple(request.logprob_token_ids or ()),
+        modes=tuple(_or(request.logprobs_mode, [default_mode])),
+        details=bool(request.token_details) or shown.prompt_top_k is not None,
+    )
+
+
+def openai_grammar(request: SamplingRequest) -> Grammar | None:
+    """The constraint of a /v1 request. Raises `BadRequest` when there are several or half ones."""
+    outputs, form = request.structured_outputs, request.response_format
+    found = _structured(outputs) if outputs is not None else None
+    if form is None or form.type == "text":
+        return found
+    if found is not None:
+        message = "response_format and structured_outputs cannot be combined"
+        raise BadRequest([Problem("response_format", message)])
+    if form.type == "json_object":
+        return Grammar("json_object")
+    if form.json_schema is None or form.json_schema.schema_ is None:
+        message = "response_format of type json_schema needs json_schema.schema"
+        raise BadRequest([Problem("response_format", message)])
+    return Grammar("json_schema", _json_text(form.json_schema.schema_))
+
+
 def native_params(
     sampling: NativeSampling, logprobs: LogprobParams | None, defaults: SamplingDefaults
 ) -> SamplingParams:
-    """Parameters of one prompt of /generate."""
+    """Parameters of one prompt of /generate. Raises `BadRequest` for more than one grammar."""
     return SamplingParams(
         temperature=_or(sampling.temperature, defaults.temperature),
         top_p=_or(sampling.top_p, defaults.top_p),
@@ -159,40 +189,6 @@ def native_params(
     )
 
 
-def _openai_logprob_params(
-    request: SamplingRequest, shown: OpenAILogprobs, default_mode: LogprobMode
-) -> LogprobParams | None:
-    if request.token_details and not shown.output:
-        raise BadRequest([Problem("token_details", "token_details needs logprobs")])
-    if not shown.output and shown.prompt_top_k is None:
-        return None
-    prompt_widths = [shown.prompt_top_k or 0, shown.top_k if shown.echoed else 0]
-    return LogprobParams(
-        top_k=shown.top_k,
-        prompt_top_k=max(prompt_widths),
-        start=0 if shown.echoed or shown.prompt_top_k is not None else -1,
-        token_ids=tuple(request.logprob_token_ids or ()),
-        modes=tuple(_or(request.logprobs_mode, [default_mode])),
-        details=bool(request.token_details) or shown.prompt_top_k is not None,
-    )
-
-
-def _openai_grammar(request: SamplingRequest) -> Grammar | None:
-    outputs, form = request.structured_outputs, request.response_format
-    found = _structured(outputs) if outputs is not None else None
-    if form is None or form.type == "text":
-        return found
-    if found is not None:
-        message = "response_format and structured_outputs cannot be combined"
-        raise BadRequest([Problem("response_format", message)])
-    if form.type == "json_object":
-        return Grammar("json_object")
-    if form.json_schema is None or form.json_schema.schema_ is None:
-        message = "response_format of type json_schema needs json_schema.schema"
-        raise BadRequest([Problem("response_format", message)])
-    return Grammar("json_schema", _json_text(form.json_schema.schema_))
-
-
 def _structured(outputs: StructuredOutputs) -> Grammar:
     found: list[Grammar] = []
     if outputs.json_ is not None:
@@ -203,7 +199,7 @@ def _structured(outputs: StructuredOutputs) -> Grammar:
         found.append(Grammar("choice", _json_text(outputs.choice)))
     if outputs.grammar is not None:
         found.append(Grammar("lark", outputs.grammar))
-    unknown = sorted(outputs.model_extra or {})
+    unknown = sorted(name for name, v in (outputs.model_extra or {}).items() if v is not None)
     if len(found) != 1 or unknown:
         message = "structured_outputs needs exactly one of json, regex, choice and grammar"
         shown = f"{message}; {', '.join(unknown)} is not supported" if unknown else message

@@ -16,11 +16,12 @@ from truespec.tokenizer.prepare import FieldNames, bad_words_ids, prepare
 from truespec.tokenizer.request_state import TextStream
 from truespec.tokenizer.token_table import TokenTable
 
-from .engine_client import EngineClient, Generation, Prepared
+from .engine_client import EngineClient, Prepared
 from .errors import not_found
 from .metrics import Metrics
 from .openai_replies import Echo
 from .params import COMPLETION_NAMES, SamplingDefaults
+from .validation import Problems
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,41 +94,36 @@ class Service:
         """Raise `BadRequest` when an id is outside the vocabulary or there are none."""
         prepare("check", list(ids), SamplingParams(max_tokens=0), self.limits, names=names)
 
-    def start(
+    def prepare(
         self,
         prompts: Sequence[Prompt],
         params: Sequence[SamplingParams],
         num_choices: int,
         *,
         names: FieldNames,
+        problems: Problems,
         rids: Sequence[str] | None = None,
-    ) -> Generation:
-        """Check and send every choice of every prompt, prompt-major.
+    ) -> list[Prepared]:
+        """Check every choice of every prompt, prompt-major; ready for `client.open`.
 
         Args:
             params: one per prompt; a seed of `None` is drawn.
+            problems: what was found before.
             rids: one per prompt; made where not given.
 
         Raises:
-            BadRequest: with every problem of the first bad prompt.
-            ApiError: 429 when the queue is full, 503 when the engine is not there.
+            BadRequest: with `problems` and every problem of the first bad prompt.
         """
-        prepared = []
-        for index, (prompt, prompt_params) in enumerate(zip(prompts, params, strict=True)):
-            base = rids[index] if rids else new_id("req")
-            is_new = index == 0 or prompt_params.grammar != params[index - 1].grammar
-            for choice in range(num_choices):
-                submit = prepare(
-                    base if num_choices == 1 else f"{base}-{choice}",
-                    prompt.ids,
-                    prompt_params,
-                    self.limits,
-                    choice=choice,
-                    names=names,
-                    grammar_error=self.grammar_error if is_new and choice == 0 else None,
-                )
-                prepared.append(Prepared(submit, prompt.pending))
-        return self.client.open(prepared)
+        num_requests = len(prompts) * num_choices
+        if num_requests > self.client.max_open:
+            most = self.client.max_open
+            problems.add(names.prompt, f"{num_requests} choices are more than this server's {most}")
+            problems.raise_any()
+        prepared: list[Prepared] = []
+        with problems.guard():
+            prepared = self._prepare(prompts, params, num_choices, names, rids)
+        problems.raise_any()
+        return prepared
 
     def _echoed(self, ids: list[int], text: str | None, skip_special_tokens: bool) -> Prompt:
         """The prompt's text and where its tokens start in it.
@@ -143,6 +139,31 @@ class Service:
         if text is None or text == spelled:
             return Prompt(ids, Echo(spelled, offsets), stream.pending)
         return Prompt(ids, Echo(text, [min(offset, len(text)) for offset in offsets]))
+
+    def _prepare(
+        self,
+        prompts: Sequence[Prompt],
+        params: Sequence[SamplingParams],
+        num_choices: int,
+        names: FieldNames,
+        rids: Sequence[str] | None,
+    ) -> list[Prepared]:
+        prepared = []
+        for index, (prompt, prompt_params) in enumerate(zip(prompts, params, strict=True)):
+            base = rids[index] if rids else new_id("req")
+            is_new = index == 0 or prompt_params.grammar != params[index - 1].grammar
+            for choice in range(num_choices):
+                submit = prepare(
+                    base if num_choices == 1 else f"{base}-{choice}",
+                    prompt.ids,
+                    prompt_params,
+                    self.limits,
+                    choice=choice,
+                    names=names,
+                    grammar_error=self.grammar_error if is_new and choice == 0 else None,
+                )
+                prepared.append(Prepared(submit, prompt.pending))
+        return prepared
 
 
 def new_id(prefix: str) -> str:

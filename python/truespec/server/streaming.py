@@ -101,7 +101,7 @@ class EventStream(Response):
             failure = failure_of(pieces)
             if failure is not None:
                 self._generation.close()
-                return b"".join([*parts, _events([generation_error(failure).body])])
+                return b"".join([*parts, _events([self._generation.error(failure).body])])
             parts.append(_events(self._stream.render(index, pieces)))
         if self._generation.is_done:
             parts.append(_events(self._stream.closing()))
@@ -127,12 +127,7 @@ async def finished(generation: Generation, receive: Receive) -> None:
         raise ApiError(CLIENT_CLOSED, "the client left")
     for state in generation.choices:
         if state.finish is not None and state.finish.kind == "error":
-            raise generation_error(state.finish)
-
-
-def generation_error(finish: Finish) -> ApiError:
-    """A 500 for a request that failed while it ran."""
-    return ApiError(500, finish.message or "the request failed", code="generation_failed")
+            raise generation.error(state.finish)
 
 
 def failure_of(pieces: Sequence[Piece]) -> Finish | None:

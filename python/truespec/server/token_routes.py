@@ -14,10 +14,10 @@ from .logprobs import ChatLogprobs, JSONValue
 from .native_models import TokenGenerateRequest
 from .openai_models import CompletionRequest
 from .openai_replies import Chunk, OpenAIReply
-from .openai_routes import complete
+from .openai_routes import COMPLETION_STAND_IN, complete
 from .responses import body_of, ready_service
 from .service import new_id
-from .validation import validate_data
+from .validation import parse
 
 router = APIRouter()
 
@@ -35,9 +35,9 @@ async def generate_tokens(request: Request) -> Response:
         "return_token_ids": True,
         "echo": False,
     }
-    completion = validate_data(CompletionRequest, fields)
+    parsed = parse(CompletionRequest, fields, COMPLETION_STAND_IN)
     reply_id = body.request_id or new_id("tok")
-    return await complete(request, service, completion, reply_id, TokensReply)
+    return await complete(request, service, parsed, reply_id, TokensReply)
 
 
 class TokensReply(OpenAIReply):
