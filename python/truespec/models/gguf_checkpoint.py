@@ -5,7 +5,9 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from truespec.kernels.reference_weights import BLOCK_TYPES, FLOAT_TYPES
 from truespec.utils.gguf_file import GGUFFile
@@ -69,12 +71,12 @@ class GGUFCheckpoint(Checkpoint):
             raise CheckpointError(
                 f"{self._source}: tensor {tensor.name} has type {kind}, expected one of {known}"
             )
-        data = torch.from_numpy(tensor.data)
+        num_heads = self._permuted_heads(name)
+        rows = _unpermuted(tensor.data, num_heads) if num_heads else tensor.data
+        data = torch.from_numpy(rows)
         if kind == "BF16":
             data = data.view(torch.bfloat16)
-        shape = tuple(reversed(tensor.shape.tolist()))
-        num_heads = self._permuted_heads(name)
-        return StoredTensor(_unpermuted(data, num_heads) if num_heads else data, kind, shape)
+        return StoredTensor(data, kind, tuple(reversed(tensor.shape.tolist())))
 
     def _permuted_heads(self, name: str) -> int:
         """Heads whose rows GGUF reorders for interleaved rotation; 0 where it does not."""
@@ -102,11 +104,11 @@ def gguf_name(name: str) -> str:
     return f"{_NAMES[stem]}.{kind}" if stem in _NAMES else name
 
 
-def _unpermuted(data: torch.Tensor, num_heads: int) -> torch.Tensor:
+def _unpermuted(rows: NDArray[np.generic], num_heads: int) -> NDArray[np.generic]:
     """Rows in the order where element i turns with element i + head_dim / 2.
 
     Blocks run along a row, so rows of blocks are reordered like rows of numbers.
     """
-    head_dim = data.shape[0] // num_heads
-    split = data.reshape(num_heads, head_dim // 2, 2, *data.shape[1:])
-    return split.transpose(1, 2).reshape(data.shape)
+    half = rows.shape[0] // num_heads // 2
+    split = rows.reshape(num_heads, half, 2, *rows.shape[1:])
+    return np.ascontiguousarray(split.swapaxes(1, 2)).reshape(rows.shape)
