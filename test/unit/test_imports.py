@@ -40,6 +40,7 @@ COMPOSITION_ROOTS = {
     "llm.py",
     "convert.py",
     "server/launch.py",
+    "server/engine_process.py",  # what launch.py spawns
     "__init__.py",
     "__main__.py",
     "launch_server.py",
