@@ -1,0 +1,168 @@
+"""Tiny random drafters in the dialects that are published, written as their tools write them.
+
+Sizes are those of the targets of `speculative/harness.py`.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from tiny import Option
+
+VOCAB, HIDDEN, INNER, HEADS, KV_HEADS, HEAD_DIM = 48, 64, 112, 4, 2, 16
+TARGET_LAYERS = 3
+RANK = 8
+LAYER_FIELDS: dict[str, object] = {
+    "hidden_size": HIDDEN,
+    "intermediate_size": INNER,
+    "num_attention_heads": HEADS,
+    "num_key_value_heads": KV_HEADS,
+    "head_dim": HEAD_DIM,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 10000.0,
+    "max_position_embeddings": 512,
+    "vocab_size": VOCAB,
+    "hidden_act": "silu",
+    "attention_bias": False,
+    "tie_word_embeddings": False,
+}
+
+
+def matrix(rows: int, columns: int, spread: float = 1.0) -> Tensor:
+    """A random weight that keeps the size of its inputs."""
+    return torch.randn(rows, columns) * spread / columns**0.5
+
+
+def norm(size: int = HIDDEN) -> Tensor:
+    """A random norm weight."""
+    return 1 + 0.2 * torch.randn(size)
+
+
+def layer(
+    prefix: str, *, attention_input: int = HIDDEN, qk_norm: bool = False, qkv_bias: bool = False
+) -> dict[str, Tensor]:
+    """Tensors of one Llama-like block."""
+    q, kv = HEADS * HEAD_DIM, KV_HEADS * HEAD_DIM
+    tensors = {
+        "input_layernorm.weight": norm(),
+        "post_attention_layernorm.weight": norm(),
+        "self_attn.q_proj.weight": matrix(q, attention_input),
+        "self_attn.k_proj.weight": matrix(kv, attention_input),
+        "self_attn.v_proj.weight": matrix(kv, attention_input),
+        "self_attn.o_proj.weight": matrix(HIDDEN, q),
+        "mlp.gate_proj.weight": matrix(INNER, HIDDEN),
+        "mlp.up_proj.weight": matrix(INNER, HIDDEN),
+        "mlp.down_proj.weight": matrix(HIDDEN, INNER),
+    }
+    if qk_norm:
+        tensors["self_attn.q_norm.weight"] = norm(HEAD_DIM)
+        tensors["self_attn.k_norm.weight"] = norm(HEAD_DIM)
+    if qkv_bias:
+        for part, size in (("q", q), ("k", kv), ("v", kv)):
+            tensors[f"self_attn.{part}_proj.bias"] = 0.2 * torch.randn(size)
+    return {prefix + name: tensor for name, tensor in tensors.items()}
+
+
+def write(directory: Path, tensors: Mapping[str, Tensor], config: Mapping[str, object]) -> Path:
+    """The files of a drafter; returns `directory`."""
+    directory.mkdir(parents=True, exist_ok=True)
+    contiguous = {name: tensor.contiguous() for name, tensor in tensors.items()}
+    save_file(contiguous, directory / "model.safetensors")
+    (directory / "config.json").write_text(json.dumps(dict(config)), encoding="utf-8")
+    return directory
+
+
+def draft_vocabulary(size: int) -> dict[str, Tensor]:
+    """d2t (offsets) and t2d of a random subset of the target's ids."""
+    kept = torch.randperm(VOCAB)[:size].sort().values
+    is_kept = torch.zeros(VOCAB, dtype=torch.bool)
+    is_kept[kept] = True
+    return {"d2t": kept - torch.arange(size), "t2d": is_kept}
+
+
+def block_tensors(
+    num_layers: int,
+    num_taps: int,
+    *,
+    markov: str | None = None,
+    confidence: bool = False,
+    qk_norm: bool = True,
+    draft_vocab: int = VOCAB,
+) -> dict[str, Tensor]:
+    """Backbone of a block drafter, with the heads that are asked for."""
+    tensors = {
+        "fc.weight": matrix(HIDDEN, num_taps * HIDDEN),
+        "hidden_norm.weight": norm(),
+        "norm.weight": norm(),
+    }
+    for index in range(num_layers):
+        tensors |= layer(f"layers.{index}.", qk_norm=qk_norm)
+    if draft_vocab != VOCAB:
+        tensors |= draft_vocabulary(draft_vocab)
+    if markov is not None:
+        tensors["markov_head.markov_w1.weight"] = torch.randn(VOCAB, RANK)
+        tensors["markov_head.markov_w2.weight"] = matrix(draft_vocab, RANK)
+    if markov == "gated":
+        tensors["markov_head.gate_proj.weight"] = matrix(RANK, HIDDEN + RANK)
+        tensors["markov_head.gate_proj.bias"] = torch.randn(RANK)
+    if markov == "rnn":
+        tensors["markov_head.joint_proj.weight"] = matrix(3 * RANK, 2 * RANK + HIDDEN)
+        tensors["markov_head.joint_proj.bias"] = torch.randn(3 * RANK)
+    if confidence:
+        width = HIDDEN + (RANK if markov is not None else 0)
+        tensors["confidence_head.proj.weight"] = 3 * matrix(1, width)
+        tensors["confidence_head.proj.bias"] = torch.randn(1)
+    return tensors
+
+
+def dspark(
+    directory: Path,
+    *,
+    block_size: int = 5,
+    markov: str = "vanilla",
+    confidence: bool = True,
+    seed: int = 0,
+    **fields: Option,
+) -> Path:
+    """A DSpark drafter as DeepSpec writes it (with frozen copies of the target's tensors)."""
+    torch.manual_seed(seed)
+    tensors = block_tensors(2, 2, markov=markov, confidence=confidence)
+    tensors |= {
+        "embed_tokens.weight": matrix(VOCAB, HIDDEN),
+        "lm_head.weight": matrix(VOCAB, HIDDEN),
+    }
+    config = LAYER_FIELDS | {
+        "architectures": ["Qwen3DSparkModel"],
+        "num_hidden_layers": 2,
+        "block_size": block_size,
+        "mask_token_id": 47,
+        "target_layer_ids": [0, 1],
+        "num_target_layers": TARGET_LAYERS,
+        "num_anchors": 512,
+        "markov_rank": RANK,
+        "markov_head_type": markov,
+        "enable_confidence_head": confidence,
+        "confidence_head_with_markov": True,
+        "layer_types": ["full_attention"] * 2,
+    }
+    return write(directory, tensors, config | fields)
+
+
+def dflash(directory: Path, *, block_size: int = 6, seed: int = 0, **fields: Option) -> Path:
+    """A DFlash drafter as z-lab writes it."""
+    torch.manual_seed(seed)
+    config = LAYER_FIELDS | {
+        "architectures": ["DFlashDraftModel"],
+        "model_type": "qwen3",
+        "num_hidden_layers": 2,
+        "block_size": block_size,
+        "num_target_layers": TARGET_LAYERS,
+        "dflash_config": {"mask_token_id": 47, "target_layer_ids": [0, 1]},
+    }
+    return write(directory, block_tensors(2, 2), config | fields)
