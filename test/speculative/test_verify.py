@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+from itertools import pairwise
 
 import pytest
 import torch
@@ -87,7 +88,7 @@ def _walk(
 ) -> list[tuple[list[int], list[int], bool]]:
     """The definition, one row at a time."""
     answers = []
-    for begin, end in zip(cu_rows, cu_rows[1:], strict=False):
+    for begin, end in pairwise(cu_rows):
         row, emitted, rows = begin, [], []
         while not failed[row]:
             emitted.append(sampled[row])

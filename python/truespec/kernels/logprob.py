@@ -143,7 +143,7 @@ def _answer_numba(
 
 
 def _flat(logits: Tensor, rows: Tensor, begin: int, end: int) -> tuple[Tensor, int, Tensor]:
-    """Flat fp32 logits of slots begin .. end - 1, their row distance, and each slot's row in them."""
+    """Flat fp32 logits of slots begin .. end - 1, their row distance, each slot's row in them."""
     if logits.shape[0] == 0:
         return torch.empty(0), 0, rows
     if _is_direct(logits):

@@ -7,8 +7,8 @@ log-sum-exp; best tokens and ranks look only into blocks whose maximum can matte
 from __future__ import annotations
 
 import numpy as np
-from numba import njit
 
+from .jit import kernel
 from .row_scan import (
     BLOCK,
     MIN_KEY,
@@ -32,7 +32,7 @@ _RAW = 0
 _PROCESSED = 2
 
 
-@njit(cache=True, nogil=True)
+@kernel
 def logprob_slots(raw, edited, slots, vocab, begin, end, ask, filters, out):  # type: ignore[no-untyped-def]
     """Answer slots begin .. end - 1.
 
@@ -70,7 +70,7 @@ def logprob_slots(raw, edited, slots, vocab, begin, end, ask, filters, out):  # 
                 )
 
 
-@njit(cache=True, nogil=True)
+@kernel
 def _highest(modes):  # type: ignore[no-untyped-def]
     highest = -1
     for m in range(modes.shape[0]):
@@ -78,14 +78,14 @@ def _highest(modes):  # type: ignore[no-untyped-def]
     return highest
 
 
-@njit(cache=True, nogil=True)
+@kernel
 def _row(rows, index, vocab):  # type: ignore[no-untyped-def]
     flat, stride = rows
     start = np.int64(index) * np.int64(stride)
     return flat[start : start + vocab]
 
 
-@njit(cache=True, nogil=True)
+@kernel
 def _answer_raw(row, block_max, top, s, token, request, ask, out, scratch):  # type: ignore[no-untyped-def]
     total, weighted = exp_sums(row, block_max, top, _ONE, MIN_KEY, -1)
     log_total = log_sum(total)
@@ -99,7 +99,7 @@ def _answer_raw(row, block_max, top, s, token, request, ask, out, scratch):  # t
             _write(row, scale, m, s, token, request, ask, out, scratch[0], found)
 
 
-@njit(cache=True, nogil=True)
+@kernel
 def _answer_edited(row, block_max, top, limits, s, token, request, ask, out, scratch):  # type: ignore[no-untyped-def]
     t = limits[0] if limits[0] >= _MIN_TEMPERATURE else _ONE
     found = best_codes(row, block_max, ask[0][request], scratch[0], scratch[1])
@@ -119,7 +119,7 @@ def _answer_edited(row, block_max, top, limits, s, token, request, ask, out, scr
         _write(row, scale, m, s, token, request, ask, out, scratch[0], found)
 
 
-@njit(cache=True, nogil=True)
+@kernel
 def _write(row, scale, m, s, token, request, ask, out, codes, found):  # type: ignore[no-untyped-def]
     """Chosen, best and asked tokens of one mode; the kept best are a prefix of the best."""
     out[0][m, s] = _logprob(row[token], token, scale)
@@ -137,7 +137,7 @@ def _write(row, scale, m, s, token, request, ask, out, codes, found):  # type: i
             out[3][m, s, j] = _logprob(row[column], column, scale)
 
 
-@njit(cache=True, nogil=True)
+@kernel
 def _logprob(x, column, scale):  # type: ignore[no-untyped-def]
     """Logprob of one token, nan where it is filtered or impossible."""
     top, t, log_total, threshold, tie = scale

@@ -7,9 +7,9 @@ would break bit-equality with torch and Triton.
 from __future__ import annotations
 
 import numpy as np
-from numba import njit
 
 from . import noise
+from .jit import inline_kernel
 
 _GOLDEN = np.uint64(noise.GOLDEN)
 _MIX_A = np.uint64(noise.MIX_A)
@@ -33,7 +33,7 @@ _ONE = np.float32(1.0)
 _HALF = np.float32(0.5)
 
 
-@njit(cache=True, nogil=True, forceinline=True)
+@inline_kernel
 def mix64(z):  # type: ignore[no-untyped-def]
     """uint64 -> uint64, a bijection with full avalanche (splitmix64)."""
     z = (z ^ (z >> np.uint64(30))) * _MIX_A
@@ -41,7 +41,7 @@ def mix64(z):  # type: ignore[no-untyped-def]
     return z ^ (z >> np.uint64(31))
 
 
-@njit(cache=True, nogil=True, forceinline=True)
+@inline_kernel
 def row_keys(seed, position, domain):  # type: ignore[no-untyped-def]
     """int64 seed and position, uint64 domain -> two uint32 keys."""
     z = mix64(np.uint64(seed) + (_GOLDEN + domain))
@@ -49,7 +49,7 @@ def row_keys(seed, position, domain):  # type: ignore[no-untyped-def]
     return np.uint32(z & np.uint64(0xFFFFFFFF)), np.uint32(z >> np.uint64(32))
 
 
-@njit(cache=True, nogil=True, forceinline=True)
+@inline_kernel
 def mix32(x):  # type: ignore[no-untyped-def]
     """uint32 -> uint32, a bijection with full avalanche."""
     x = np.uint32(x ^ (x >> np.uint32(16)))
@@ -59,7 +59,7 @@ def mix32(x):  # type: ignore[no-untyped-def]
     return np.uint32(x ^ (x >> np.uint32(16)))
 
 
-@njit(cache=True, nogil=True, forceinline=True)
+@inline_kernel
 def hash24(low, high, token_id):  # type: ignore[no-untyped-def]
     """Row keys and uint32 id -> uint32 in 0 .. 2^24 - 2."""
     x = np.uint32(np.uint32(token_id) * _ID_FACTOR)
@@ -69,20 +69,20 @@ def hash24(low, high, token_id):  # type: ignore[no-untyped-def]
     return min(x, _MAX_HASH)
 
 
-@njit(cache=True, nogil=True, forceinline=True)
+@inline_kernel
 def uniform(low, high, token_id):  # type: ignore[no-untyped-def]
     """fp32 in (0, 1), a multiple of 2^-24."""
     h = np.int32(hash24(low, high, token_id))
     return np.float32(np.int32(h + np.int32(1))) * _SCALE
 
 
-@njit(cache=True, nogil=True, forceinline=True)
+@inline_kernel
 def gumbel(low, high, token_id):  # type: ignore[no-untyped-def]
     """fp32 Gumbel noise of one token."""
     return -log_fixed(-log_fixed(uniform(low, high, token_id)))
 
 
-@njit(cache=True, nogil=True, forceinline=True)
+@inline_kernel
 def log_fixed(x):  # type: ignore[no-untyped-def]
     """Natural logarithm of a positive normal fp32 number."""
     bits = np.float32(x).view(np.int32)
@@ -107,7 +107,7 @@ def log_fixed(x):  # type: ignore[no-untyped-def]
     return (f + y) + exponent * _LN2_HIGH
 
 
-@njit(cache=True, nogil=True, forceinline=True)
+@inline_kernel
 def exp_fixed(x):  # type: ignore[no-untyped-def]
     """exp of an fp32 number <= 0."""
     x = max(x, _MIN_EXP)
@@ -126,7 +126,7 @@ def exp_fixed(x):  # type: ignore[no-untyped-def]
     return np.int32(bits).view(np.float32)
 
 
-@njit(cache=True, nogil=True, forceinline=True)
+@inline_kernel
 def mass_fixed(x):  # type: ignore[no-untyped-def]
     """exp of an fp32 number <= 0 as an int64 multiple of 2^-40, rounded down."""
     return np.int64(exp_fixed(x) * _MASS_SCALE)

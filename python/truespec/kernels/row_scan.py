@@ -9,8 +9,8 @@ from __future__ import annotations
 import math
 
 import numpy as np
-from numba import njit
 
+from .jit import inline_kernel, kernel
 from .noise import MIN_EXP
 from .noise_numba import exp_fixed
 
@@ -25,26 +25,26 @@ _SIGN = np.int32(31)
 _MAGNITUDE = np.int32(0x7FFFFFFF)
 
 
-@njit(cache=True, nogil=True, forceinline=True)
+@inline_kernel
 def key_of(x):  # type: ignore[no-untyped-def]
     """fp32 -> int32 with the same order. NaN lies outside [NEG_INF_KEY, INF_KEY]."""
     bits = np.float32(x + _ZERO).view(np.int32)
     return np.int32(bits ^ ((bits >> _SIGN) & _MAGNITUDE))
 
 
-@njit(cache=True, nogil=True, forceinline=True)
+@inline_kernel
 def value_of(key):  # type: ignore[no-untyped-def]
     """The fp32 number of a key."""
     return np.int32(key ^ ((key >> _SIGN) & _MAGNITUDE)).view(np.float32)
 
 
-@njit(cache=True, nogil=True)
+@kernel
 def num_blocks(size):  # type: ignore[no-untyped-def]
     """Blocks of a row of `size` columns."""
     return (size + BLOCK - 1) // BLOCK
 
 
-@njit(cache=True, nogil=True)
+@kernel
 def block_maxima(row, block_max):  # type: ignore[no-untyped-def]
     """Fill `block_max` [num_blocks] int32 with the largest key of each block.
 
@@ -68,7 +68,7 @@ def block_maxima(row, block_max):  # type: ignore[no-untyped-def]
     return top
 
 
-@njit(cache=True, nogil=True)
+@kernel
 def first_of_key(row, block_max, key):  # type: ignore[no-untyped-def]
     """Lowest column whose key is `key`; it must be there."""
     size = row.shape[0]
@@ -80,11 +80,11 @@ def first_of_key(row, block_max, key):  # type: ignore[no-untyped-def]
     return -1
 
 
-@njit(cache=True, nogil=True)
+@kernel
 def count_above(row, block_max, key):  # type: ignore[no-untyped-def]
     """Columns with a key strictly above `key`."""
     size = row.shape[0]
-    total = 0
+    total = np.int64(0)
     for b in range(num_blocks(size)):
         if block_max[b] > key:
             block = row[b * BLOCK : min(size, (b + 1) * BLOCK)]
@@ -95,7 +95,7 @@ def count_above(row, block_max, key):  # type: ignore[no-untyped-def]
     return total
 
 
-@njit(cache=True, nogil=True)
+@kernel
 def exp_sums(row, block_max, top, temperature, line, tie):  # type: ignore[no-untyped-def]
     """Sum of exp(s) and of exp(s) * s over the kept columns, s = (x - top) / temperature <= 0.
 
@@ -121,7 +121,7 @@ def exp_sums(row, block_max, top, temperature, line, tie):  # type: ignore[no-un
     return total, weighted
 
 
-@njit(cache=True, nogil=True)
+@kernel
 def _lane_sums(block, start, top, temperature, line, tie, sums):  # type: ignore[no-untyped-def]
     """Sums of one whole block: lane j adds columns j, j + LANES, ..."""
     lanes = sums[0]
@@ -139,7 +139,7 @@ def _lane_sums(block, start, top, temperature, line, tie, sums):  # type: ignore
             weighted[j] += e * s
 
 
-@njit(cache=True, nogil=True)
+@kernel
 def _tail_sums(block, start, top, temperature, line, tie, sums):  # type: ignore[no-untyped-def]
     """The same for a last, shorter block."""
     sums[:] = _ZERO
@@ -149,7 +149,7 @@ def _tail_sums(block, start, top, temperature, line, tie, sums):  # type: ignore
         sums[1, j % LANES] += e * s
 
 
-@njit(cache=True, nogil=True, forceinline=True)
+@inline_kernel
 def _term(x, column, top, temperature, line, tie):  # type: ignore[no-untyped-def]
     # NOTE: the clamp keeps 0 * -inf out; exp(-87) vanishes beside the 1 of the largest token.
     s = max((x - top) / temperature, _MIN_EXP)
@@ -158,7 +158,7 @@ def _term(x, column, top, temperature, line, tie):  # type: ignore[no-untyped-de
     return (exp_fixed(s) if is_kept else _ZERO), s
 
 
-@njit(cache=True, nogil=True)
+@kernel
 def kth_largest(keys, k, scratch):  # type: ignore[no-untyped-def]
     """The k-th largest of `keys` [n], 1 <= k <= n. `scratch` [>= n] int32 is overwritten."""
     n = keys.shape[0]
@@ -168,7 +168,7 @@ def kth_largest(keys, k, scratch):  # type: ignore[no-untyped-def]
     return part[n - k]
 
 
-@njit(cache=True, nogil=True)
+@kernel
 def best_codes(row, block_max, k, codes, scratch):  # type: ignore[no-untyped-def]
     """The k best finite columns in the order (value descending, column ascending).
 
@@ -199,25 +199,25 @@ def best_codes(row, block_max, k, codes, scratch):  # type: ignore[no-untyped-de
     return min(count, k)
 
 
-@njit(cache=True, nogil=True, forceinline=True)
+@inline_kernel
 def _code(key, column):  # type: ignore[no-untyped-def]
     # Ascending codes are descending keys, then ascending columns.
     return (np.int64(~key) << np.int64(32)) | np.int64(column)
 
 
-@njit(cache=True, nogil=True, forceinline=True)
+@inline_kernel
 def code_key(code):  # type: ignore[no-untyped-def]
     """Key of a code of `best_codes`."""
     return np.int32(~np.int32(code >> np.int64(32)))
 
 
-@njit(cache=True, nogil=True, forceinline=True)
+@inline_kernel
 def code_column(code):  # type: ignore[no-untyped-def]
     """Column of a code of `best_codes`."""
     return code & np.int64(0xFFFFFFFF)
 
 
-@njit(cache=True, nogil=True)
+@kernel
 def log_sum(total):  # type: ignore[no-untyped-def]
     """Natural logarithm in float64."""
     return math.log(total)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import numpy as np
-from numba import njit
 
+from .jit import kernel
 from .noise_numba import gumbel, row_keys
 from .row_scan import (
     BLOCK,
@@ -24,10 +24,10 @@ from .sampling_numba import MIN_TEMPERATURE, perturbed_argmax
 _ONE = np.float32(1.0)
 
 
-@njit(cache=True, nogil=True)
-def draft_rows(
+@kernel
+def draft_rows(  # type: ignore[no-untyped-def]
     flat, stride, vocab, token_ids, temperature, seed, position, domain, columns, logprobs
-):  # type: ignore[no-untyped-def]
+):
     """The best column of each row and its logprob; see `sampling_draft.choose_drafts`."""
     block_max = np.empty(num_blocks(vocab), np.int32)
     for i in range(columns.shape[0]):
@@ -51,7 +51,7 @@ def draft_rows(
         logprobs[i] = (row[best] - top) / t - log_sum(total)
 
 
-@njit(cache=True, nogil=True)
+@kernel
 def top_k_draft_rows(flat, stride, vocab, token_ids, temperature, seed, position, columns, scores):  # type: ignore[no-untyped-def]
     """The k best columns of each perturbed row; see `sampling_draft.choose_top_k_drafts`."""
     k = columns.shape[1]
@@ -80,7 +80,7 @@ def top_k_draft_rows(flat, stride, vocab, token_ids, temperature, seed, position
             scores[i, j] = (value_of(code_key(codes[j])) - top) - log_sum(total)
 
 
-@njit(cache=True, nogil=True)
+@kernel
 def _perturb(row, token_ids, top, t, low, high, perturbed):  # type: ignore[no-untyped-def]
     for j in range(row.shape[0]):
         perturbed[j] = (row[j] - top) / t + gumbel(low, high, np.uint32(token_ids[j]))

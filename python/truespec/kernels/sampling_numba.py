@@ -9,8 +9,8 @@ from __future__ import annotations
 import math
 
 import numpy as np
-from numba import njit
 
+from .jit import kernel
 from .noise_numba import gumbel, mass_fixed, row_keys
 from .row_scan import (
     BLOCK,
@@ -30,8 +30,8 @@ _NUM_BUCKETS = 2048
 _RADIX = ((21, 2047), (10, 2047), (0, 1023))  # (shift, bucket mask), most significant first
 
 
-@njit(cache=True, nogil=True)
-def sample_rows(
+@kernel
+def sample_rows(  # type: ignore[no-untyped-def]
     flat,
     stride,
     begin,
@@ -45,7 +45,7 @@ def sample_rows(
     seed,
     position,
     out,
-):  # type: ignore[no-untyped-def]
+):
     """Rows begin .. end - 1 of `flat`, row i at i * stride. `out`: ids, failed, threshold, tie.
 
     `all_ids` [vocab] int32 counts up from 0.
@@ -88,14 +88,14 @@ def sample_rows(
         ids[i] = perturbed_argmax(row, all_ids, block_max, first, t, line, tie, low, high)
 
 
-@njit(cache=True, nogil=True)
+@kernel
 def _has_filter(vocab, t, top_k, top_p, log_min_p):  # type: ignore[no-untyped-def]
     if t < MIN_TEMPERATURE:
         return False
     return (0 < top_k < vocab) or top_p < 1.0 or log_min_p > -np.inf
 
 
-@njit(cache=True, nogil=True)
+@kernel
 def perturbed_argmax(row, token_ids, block_max, first, t, line, tie, low, high):  # type: ignore[no-untyped-def]
     """Column of the largest (x - top) / t + noise among the kept, ties to the lowest column.
 
@@ -127,7 +127,7 @@ def perturbed_argmax(row, token_ids, block_max, first, t, line, tie, low, high):
     return best
 
 
-@njit(cache=True, nogil=True)
+@kernel
 def _score_block(part, start, top, t, line, tie, low, high, scores):  # type: ignore[no-untyped-def]
     """Keys of the perturbed scores of one block (MIN_KEY: filtered); returns the largest."""
     block, token_ids = part
@@ -146,9 +146,9 @@ def _score_block(part, start, top, t, line, tie, low, high, scores):  # type: ig
     return best
 
 
-@njit(cache=True, nogil=True)
+@kernel
 def _filter(row, block_max, top, t, top_k, top_p, log_min_p, kept):  # type: ignore[no-untyped-def]
-    """Apply top-k, top-p and min-p; leaves the kept columns, ascending, and their keys in `kept`."""
+    """Top-k, top-p, min-p. Leaves the kept columns, ascending, and their keys in `kept`."""
     columns, keys, masses, hist = kept
     n = -1  # nothing gathered yet: the whole row
     if 0 < top_k < row.shape[0]:
@@ -169,7 +169,7 @@ def _filter(row, block_max, top, t, top_k, top_p, log_min_p, kept):  # type: ign
     return n
 
 
-@njit(cache=True, nogil=True)
+@kernel
 def _gather(row, block_max, line, columns, keys):  # type: ignore[no-untyped-def]
     """Columns with key >= line, ascending; returns their number."""
     size = row.shape[0]
@@ -186,7 +186,7 @@ def _gather(row, block_max, line, columns, keys):  # type: ignore[no-untyped-def
     return n
 
 
-@njit(cache=True, nogil=True)
+@kernel
 def _top_k_line(block_max, k):  # type: ignore[no-untyped-def]
     """A key that at least k columns reach: the k-th largest block maximum."""
     line = NEG_INF_KEY + np.int32(1)
@@ -196,14 +196,14 @@ def _top_k_line(block_max, k):  # type: ignore[no-untyped-def]
     return max(line, kth_largest(block_max, k, scratch))
 
 
-@njit(cache=True, nogil=True)
+@kernel
 def _min_p_line(top, t, log_min_p):  # type: ignore[no-untyped-def]
     """A key surely below the last token min-p keeps; `_cut_min_p` decides."""
     slack = 1e-5 * (abs(top) - log_min_p * t) + 1e-30
     return max(key_of(np.float32(top + log_min_p * t - slack)), NEG_INF_KEY + np.int32(1))
 
 
-@njit(cache=True, nogil=True)
+@kernel
 def _gather_mass(row, block_max, top, t, top_p, columns, keys, masses):  # type: ignore[no-untyped-def]
     """Gather a prefix of the order that holds mass top_p; returns (columns, mass of the row)."""
     total = np.int64(0)
@@ -218,7 +218,7 @@ def _gather_mass(row, block_max, top, t, top_p, columns, keys, masses):  # type:
     return n, total
 
 
-@njit(cache=True, nogil=True)
+@kernel
 def _masses_of(keys, n, top, t, masses):  # type: ignore[no-untyped-def]
     total = np.int64(0)
     for i in range(n):
@@ -227,13 +227,13 @@ def _masses_of(keys, n, top, t, masses):  # type: ignore[no-untyped-def]
     return total
 
 
-@njit(cache=True, nogil=True)
+@kernel
 def _target(top_p, total):  # type: ignore[no-untyped-def]
     """Smallest integer mass that is at least top_p of `total`, between 1 and `total`."""
     return min(max(np.int64(math.ceil(top_p * total)), np.int64(1)), total)
 
 
-@njit(cache=True, nogil=True)
+@kernel
 def _cut(columns, keys, masses, n, target, hist):  # type: ignore[no-untyped-def]
     """Keep the shortest prefix of (key descending, column ascending) with mass >= target."""
     line, need = _crossing(keys, masses, n, target, hist)
@@ -249,7 +249,7 @@ def _cut(columns, keys, masses, n, target, hist):  # type: ignore[no-untyped-def
     return kept
 
 
-@njit(cache=True, nogil=True)
+@kernel
 def _crossing(keys, masses, n, target, hist):  # type: ignore[no-untyped-def]
     """The key where the mass from the top reaches `target`, and the mass needed of its equals."""
     prefix = np.uint32(0)
@@ -270,7 +270,7 @@ def _crossing(keys, masses, n, target, hist):  # type: ignore[no-untyped-def]
     return np.int32(np.uint32(prefix ^ np.uint32(0x80000000))), need
 
 
-@njit(cache=True, nogil=True)
+@kernel
 def _cut_min_p(columns, keys, n, top, t, log_min_p):  # type: ignore[no-untyped-def]
     kept = 0
     for i in range(n):
@@ -281,7 +281,7 @@ def _cut_min_p(columns, keys, n, top, t, log_min_p):  # type: ignore[no-untyped-
     return kept
 
 
-@njit(cache=True, nogil=True)
+@kernel
 def _last_kept(columns, keys, n):  # type: ignore[no-untyped-def]
     line = keys[0]
     tie = columns[0]

@@ -7,6 +7,7 @@ distribution exactly (arXiv 2302.01318) but depends on the drafts, unlike couple
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -29,7 +30,7 @@ from .verify import emit_rows
 
 @dataclass(frozen=True, slots=True)
 class Coins:
-    """Uniform numbers in (0, 1) per target row, fp64: for the test of its child, and for its own token.
+    """Uniform fp64 numbers in (0, 1) per target row: to test its child, and for its own token.
 
     The two streams and the drafts' noise are independent of each other.
     """
@@ -63,12 +64,12 @@ def verify_rejection(
 
     Args:
         draft: chains, with `logits` [num_rows, V] over the target's vocabulary.
-        logits: [num_rows, V_padded] edited target logits; `sampled` is the sampler's answer to them.
+        logits: [num_rows, V_padded] edited target logits. sampled: the sampler's answer to them.
         temperature: [num_rows] fp32.
     """
     assert draft.logits is not None, "rejection needs the draft logits"
     num_rows = draft.token_ids.shape[0]
-    rows = torch.arange(num_rows)
+    rows = torch.arange(num_rows, device=draft.parents.device)
     is_root = draft.parents < 0
     assert bool((is_root | (draft.parents == rows - 1)).all()), "rejection takes chains only"
     parents = draft.parents.clamp_min(0)
@@ -116,7 +117,7 @@ def _emit(
     accepted = is_accepted.tolist()
     is_path = torch.zeros_like(is_accepted)
     token_ids = draft.token_ids.roll(-1)  # an accepted row's token is its child's
-    for begin, end in zip(cu_rows, cu_rows[1:], strict=False):
+    for begin, end in pairwise(cu_rows):
         last = begin
         while last + 1 < end and accepted[last + 1]:
             last += 1
@@ -125,7 +126,7 @@ def _emit(
             continue
         rejected = last + 1 if last + 1 < end else None
         token_ids[last] = _final_token(draft, edited, sampled, last, rejected, coins, vocab_size)
-    max_rows = max(end - begin for begin, end in zip(cu_rows, cu_rows[1:], strict=False))
+    max_rows = max(end - begin for begin, end in pairwise(cu_rows))
     return emit_rows(draft.cu_rows, is_path, token_ids, sampled.failed, max_rows)
 
 
@@ -160,7 +161,7 @@ def _softmax(x: Tensor, t: Tensor) -> Tensor:
 def _chosen_probs(
     rows: EditedRows, row_index: Tensor, token_ids: Tensor, mode: int, vocab_size: int
 ) -> Tensor:
-    """[n] fp64 probability of each token in its row: 0 where filtered, NaN where the row has one."""
+    """[n] fp64 probability of each token in its row: 0 where filtered or the row has a NaN."""
     num_slots = token_ids.shape[0]
     nothing = torch.empty((1, num_slots, 0))
     answers = SlotAnswers(

@@ -90,7 +90,7 @@ def _mix32(x):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _gumbel_kernel(seeds, positions, token_ids, out, size, domain, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+def _gumbel_kernel(seeds, positions, token_ids, out, size, domain, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def,untyped-decorator]
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     is_inside = columns < size
