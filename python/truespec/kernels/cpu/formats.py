@@ -8,13 +8,13 @@ minimum), which is the value GGUF defines (there code * scale is exact in fp32, 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
 import llvmlite.ir as ir
 
-from .emit import F16, F32, I16, I32, Emit, splat, vector
+from .emit import F16, F32, I16, I32, Emit, i64, splat, vector
 
 PANEL = 32  # outputs per panel
 WORD_BYTES = 4
@@ -69,42 +69,42 @@ FORMATS = {
 }
 
 
-def emit_group(e: Emit, f: Format, base: ir.Value, vectors: int) -> Iterator[list[ir.Value]]:
+def emit_group(
+    e: Emit,
+    f: Format,
+    base: ir.Value,
+    vectors: int,
+    use: Callable[[ir.Value, list[ir.Value]], None],
+) -> None:
     """Emit code that widens one group, k ascending.
 
     Args:
         base: address of the group's first word for the first of 16 * `vectors` outputs.
-
-    Yields:
-        For each k of the group the weights of the outputs: `vectors` times <16 x float>.
+        use: emits what is done with the weights of one k: (k within the group, `vectors` times
+            <16 x float>).
     """
 
-    def word(index: int, lane_block: int) -> ir.Value:
-        return e.load(e.address(base, index * ROW_BYTES + 64 * lane_block), vector(I32))
+    def word(index: ir.Value, lane_block: int) -> ir.Value:
+        return e.load(e.address(base, e.times(index, ROW_BYTES), 64 * lane_block), vector(I32))
 
     blocks = range(vectors)
     if f.codes == "f32":
         for k in range(f.group):
-            yield [e.b.bitcast(word(k, v), vector(F32)) for v in blocks]
+            use(i64(k), [e.b.bitcast(word(i64(k), v), vector(F32)) for v in blocks])
     elif f.codes in ("bf16", "f16"):
         for w in range(f.words):
-            words = [word(w, v) for v in blocks]
-            yield [_half_of_word(e, f.codes, x, high=False) for x in words]
-            yield [_half_of_word(e, f.codes, x, high=True) for x in words]
+            words = [word(i64(w), v) for v in blocks]
+            use(i64(2 * w), [_half_of_word(e, f.codes, x, high=False) for x in words])
+            use(i64(2 * w + 1), [_half_of_word(e, f.codes, x, high=True) for x in words])
     else:
-        scales = [_header(e, f, [word(i, v) for i in range(f.header_words)]) for v in blocks]
-        for w, shift in _code_positions(f):
-            codes = [_code(e, f.codes, word(f.header_words + w, v), shift) for v in blocks]
-            yield [_scaled(e, c, s) for c, s in zip(codes, scales, strict=True)]
-
-
-def _code_positions(f: Format) -> Iterator[tuple[int, int]]:
-    """(word, bit) of the codes of a group, k ascending."""
-    code_words = f.words - f.header_words
-    for half in (0, 4) if f.codes == "uint4" else (0,):
-        for w in range(code_words):
-            for byte in range(4):
-                yield w, 8 * byte + half
+        headers = [_header(e, f, [word(i64(i), v) for i in range(f.header_words)]) for v in blocks]
+        for first_k, bit in ((0, 0), (16, 4)) if f.codes == "uint4" else ((0, 0),):
+            with e.loop(f.words - f.header_words) as w:
+                words = [word(e.b.add(w, i64(f.header_words)), v) for v in blocks]
+                for byte in range(4):
+                    codes = [_code(e, f.codes, x, 8 * byte + bit) for x in words]
+                    k = e.b.add(e.times(w, 4), i64(first_k + byte))
+                    use(k, [_scaled(e, c, h) for c, h in zip(codes, headers, strict=True)])
 
 
 def _half_of_word(e: Emit, codes: Codes, word: ir.Value, *, high: bool) -> ir.Value:

@@ -54,11 +54,14 @@ def _row_block(
             for line in range(f.words):
                 for v in range(vectors):
                     e.prefetch(e.address(base, PREFETCH_BYTES + line * ROW_BYTES + 64 * v))
-        for k, weights in enumerate(emit_group(e, f, base, vectors)):
+
+        def add_products(k: ir.Value, weights: list[ir.Value], inputs: ir.Value = inputs) -> None:
             for r in range(rows):
-                value = e.load_broadcast(e.address(inputs, e.times(ldx, r), 4 * k))
+                value = e.load_broadcast(e.address(inputs, e.times(ldx, r), e.times(k, 4)))
                 for slot, weight in zip(sums[r], weights, strict=True):
                     e.set(slot, e.fma(value, weight, e.get(slot)))
+
+        emit_group(e, f, base, vectors, add_products)
     for r in range(rows):
         for v, slot in enumerate(sums[r]):
             e.store(e.get(slot), e.address(y, e.times(ldy, r), 64 * v))
@@ -77,9 +80,12 @@ def _widen_panel(module: ir.Module, f: Format) -> ir.Function:
         for line in range(f.words):
             for v in range(vectors):
                 e.prefetch(e.address(base, PREFETCH_BYTES + line * ROW_BYTES + 64 * v))
-        for k, weights in enumerate(emit_group(e, f, base, vectors)):
+
+        def store(k: ir.Value, weights: list[ir.Value], target: ir.Value = target) -> None:
             for v, weight in enumerate(weights):
-                e.store(weight, e.address(target, k * ROW_BYTES + 64 * v))
+                e.store(weight, e.address(target, e.times(k, ROW_BYTES), 64 * v))
+
+        emit_group(e, f, base, vectors, store)
     e.b.ret(i64(0))
     return e.b.function
 

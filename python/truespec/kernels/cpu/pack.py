@@ -111,9 +111,9 @@ def _words(data: Tensor, type_name: str, f: Format) -> Tensor:
 def _header_words(q: Quantised, f: Format) -> Tensor:
     """[rows, groups, header words] int32."""
     if f.header == "half_pair":
-        return torch.stack([q.scales, q.minimums], dim=-1).view(torch.int32)
+        return torch.stack([q.scales.half(), q.minimums.half()], dim=-1).view(torch.int32)
     columns = [q.scales] if f.header == "scale" else [q.scales, q.minimums]
-    return torch.stack(columns, dim=-1).float().view(torch.int32)
+    return torch.stack([c.float() for c in columns], dim=-1).view(torch.int32)
 
 
 def _code_words(codes: Tensor, f: Format) -> Tensor:

@@ -30,7 +30,7 @@ class Quantised:
 def decode_q4_0(blocks: Tensor) -> Quantised:
     """[n, groups, 18] bytes: fp16 scale, 16 bytes; value = scale * (code - 8)."""
     scales = halves(blocks, 0)
-    return Quantised(_nibbles(blocks[..., 2:]), scales, -8 * scales)
+    return Quantised(_nibbles(blocks[..., 2:]), scales, -8 * scales.float())
 
 
 def decode_q5_0(blocks: Tensor) -> Quantised:
