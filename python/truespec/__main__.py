@@ -1,4 +1,4 @@
-"""The command line: `truespec serve | generate | chat | convert | train`.
+"""The command line: `truespec serve | generate | chat | convert | audit | bench | train`.
 
 Flags are made from the option classes. A command imports its code only when it runs.
 """
@@ -123,7 +123,7 @@ COMMANDS = {
     "convert": Command("write a GGUF file as a directory", _convert, (), _convert_flags),
 }
 # Commands that are rooms of their own, with their own flags.
-ROOMS = {"train": "training"}
+ROOMS = {"audit": "audit", "bench": "bench", "train": "training"}
 
 
 def _parser() -> argparse.ArgumentParser:

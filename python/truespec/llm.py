@@ -6,8 +6,13 @@ import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import torch
+from torch import Tensor
+
+from truespec.batch import Batch, ReqChunk
 from truespec.config import EngineConfig
-from truespec.core import Finish, TokenRecord
+from truespec.core import Finish, Req, TokenRecord
+from truespec.engine.rows import prepare_known_rows
 from truespec.message import Outputs
 from truespec.params import SamplingParams
 from truespec.scheduler.scheduler import Scheduler
@@ -121,6 +126,32 @@ class LLM:
         """Ids of a conversation in the model's chat template, ready for the assistant's turn."""
         text = self.tokenizer.apply_chat_template(list(messages), add_generation_prompt=True)
         return self.tokenizer.encode(text, add_special_tokens=False)
+
+    def features(self, token_ids: Sequence[int], layers: Sequence[int]) -> tuple[Tensor, Tensor]:
+        """Hidden states of the target over a text, as drafters see them; for training.
+
+        Args:
+            token_ids: n ids, at least one.
+            layers: m target layers, ascending; i is the output of layer i, -1 the embedding.
+
+        Returns ([n, m, hidden] fp32 residual stream, [n, hidden] fp32 after the final norm).
+        """
+        req = Req("features", list(token_ids), SamplingParams(), stop_ids=frozenset())
+        cache, runner = self.worker.cache, self.worker.runner
+        if not cache.try_admit(req, max_hit=0, num_tokens=req.num_tokens):
+            raise ValueError(f"{req.num_tokens} tokens do not fit beside the running requests")
+        taps, last = [], []
+        try:
+            for start in range(0, req.num_tokens, self.config.chunked_prefill_size):
+                count = min(self.config.chunked_prefill_size, req.num_tokens - start)
+                batch = Batch([ReqChunk(req, start, count, samples=False, max_drafts=0)])
+                output = runner.forward(prepare_known_rows(batch, cache), tuple(layers))
+                assert output.features is not None, "layers were captured"
+                taps.append(output.features.unflatten(1, (len(layers), -1)))
+                last.append(output.hidden)
+        finally:
+            cache.release(req, keep=False)
+        return torch.cat(taps), torch.cat(last)
 
     def _ids(self, prompt: Prompt) -> list[int]:
         if isinstance(prompt, str):

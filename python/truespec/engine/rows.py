@@ -87,6 +87,12 @@ def prepare_rows(
     return StepRows(forward, first_rows, sample_rows, depths)
 
 
+def prepare_known_rows(batch: Batch, cache: KVCache) -> ForwardBatch:
+    """Rows of chunks that sample nothing."""
+    nothing = torch.empty(0, dtype=torch.int64)
+    return prepare_rows(batch, nothing, nothing, torch.zeros(1, dtype=torch.int32), cache).forward
+
+
 def _known_ids(req: Req, start: int, count: int) -> list[int]:
     prompt, output = req.prompt_ids, req.output_ids
     end, size = start + count, len(prompt)

@@ -12,9 +12,11 @@ import torch
 
 from truespec import env
 from truespec.config import EngineConfig, Machine, kv_dtype, resolve
+from truespec.constrained.matcher import GrammarBackend
+from truespec.constrained.vocabulary import LoadTokens, no_tokens
 from truespec.engine.memory import free_bytes
 from truespec.engine.runner import ModelRunner
-from truespec.engine.worker import ModelInfo, Worker
+from truespec.engine.worker import ModelInfo
 from truespec.kernels import kernel_set
 from truespec.kernels.reference_selftest import self_test_row_invariance
 from truespec.kvcache import KVCache, KVPool, LayerSpec
@@ -24,6 +26,7 @@ from truespec.models.llama import CausalLM
 from truespec.models.loader import load_model
 from truespec.speculative.base import EngineParts, SpecWorker, WorkerPlan
 from truespec.speculative.dspark_worker_v2 import DSparkWorker
+from truespec.speculative.grammars import Grammars
 from truespec.speculative.ngram_worker import NgramWorker
 from truespec.speculative.plain_worker import PlainWorker
 from truespec.speculative.profile import measure_costs
@@ -39,13 +42,16 @@ ASSETS = Path(__file__).parents[1] / "assets" / "drafters"
 
 
 def build_worker(
-    config: EngineConfig, progress: Progress = lambda phase, done: None
-) -> tuple[Worker, EngineConfig, dict[str, float]]:
+    config: EngineConfig,
+    progress: Progress = lambda phase, done: None,
+    load_tokens: LoadTokens = no_tokens,
+) -> tuple[SpecWorker, EngineConfig, dict[str, float]]:
     """Load everything an engine needs.
 
     Args:
         config: unresolved options.
         progress: is told each phase as it begins and its share done (0..1).
+        load_tokens: gives the tokenizer when the first grammar needs it.
 
     Returns (worker, resolved config, seconds per phase).
     Raises ValueError naming what does not fit.
@@ -80,7 +86,7 @@ def build_worker(
         path = _draft_path(config, target.config) if chosen.needs_drafter else None
         plan = chosen.plan(config, target, path)
     with phase("memory"):
-        worker, resolved = build_from_plan(config, target, plan, device)
+        worker, resolved = build_from_plan(config, target, plan, device, load_tokens)
     if resolved.speculative_adaptive and worker.num_drafts:
         with phase("profile"):
             worker.planner.costs = measure_costs(worker)
@@ -93,7 +99,11 @@ def worker_class(config: EngineConfig) -> type[SpecWorker]:
 
 
 def build_from_plan(
-    config: EngineConfig, target: CausalLM, plan: WorkerPlan, device: Literal["cpu", "cuda"] = "cpu"
+    config: EngineConfig,
+    target: CausalLM,
+    plan: WorkerPlan,
+    device: Literal["cpu", "cuda"] = "cpu",
+    load_tokens: LoadTokens = no_tokens,
 ) -> tuple[SpecWorker, EngineConfig]:
     """Give a planned worker its memory."""
     dtype = getattr(torch, kv_dtype(config, device))
@@ -128,7 +138,8 @@ def build_from_plan(
         generation_defaults=dict(model.sampling_defaults),
         name=config.model_path,
     )
-    parts = EngineParts(ModelRunner(target, pool), cache, info, resolved)
+    grammars = Grammars(GrammarBackend(load_tokens, model.vocab_size, model.eos_token_ids))
+    parts = EngineParts(ModelRunner(target, pool), cache, info, resolved, grammars)
     return plan.make(parts, plan), resolved
 
 
