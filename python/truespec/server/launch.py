@@ -5,13 +5,15 @@ from __future__ import annotations
 import asyncio
 import logging
 import multiprocessing
+import signal
 import socket
 import sys
 import tempfile
 import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import asdict
+from dataclasses import asdict, replace
+from functools import partial
 from multiprocessing.process import BaseProcess
 
 import orjson
@@ -19,6 +21,7 @@ import uvicorn
 
 from truespec.config import EngineConfig, ServerConfig
 from truespec.constrained.grammar import compile_error
+from truespec.constrained.vocabulary import special_texts
 from truespec.message import EngineReady
 from truespec.tokenizer.backend import load_tokenizer
 from truespec.tokenizer.manager import TokenizerManager
@@ -31,7 +34,8 @@ from .metrics import COMPAT_NAMES, Metrics
 from .service import Service, model_name_of
 
 log = logging.getLogger(__name__)
-STOP_SECONDS = 5.0
+DRAIN_SECONDS = 5  # for open replies, after the server was told to stop
+ENGINE_SECONDS = 1.0  # for the engine; it has nothing to save
 
 
 def serve(engine_config: EngineConfig, server_config: ServerConfig) -> int:
@@ -39,9 +43,11 @@ def serve(engine_config: EngineConfig, server_config: ServerConfig) -> int:
     logging.basicConfig(
         level=server_config.log_level.upper(), format="%(asctime)s %(levelname)s %(message)s"
     )
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # ends like Ctrl-C: tidily
+    begin = time.monotonic()
     compat = _compat_names(server_config.metrics_compat)
     listener = _listen(server_config)  # before anything slow: a port in use is said at once
-    begin = time.monotonic()
+    server_config = replace(server_config, port=listener.getsockname()[1])
     with tempfile.TemporaryDirectory(prefix="truespec-") as directory:
         endpoints = Endpoints(*[f"ipc://{directory}/{name}" for name in ("in", "out")])
         process = _start_engine(engine_config, endpoints, server_config.log_level)
@@ -49,6 +55,11 @@ def serve(engine_config: EngineConfig, server_config: ServerConfig) -> int:
             service = _service(engine_config, server_config, compat)
             log.info("tokenizer loaded in %.2f s", time.monotonic() - begin)
             return _run(service, process, endpoints, listener, begin)
+        except KeyboardInterrupt:
+            return 0
+        except BaseException:
+            process.kill()  # it was not told to end
+            raise
         finally:
             _stop_engine(process)
             listener.close()
@@ -84,7 +95,7 @@ def _start_engine(config: EngineConfig, endpoints: Endpoints, log_level: str) ->
 
 
 def _stop_engine(process: BaseProcess) -> None:
-    process.join(STOP_SECONDS)
+    process.join(ENGINE_SECONDS)
     if process.is_alive():
         process.kill()
         process.join()
@@ -104,7 +115,7 @@ def _service(
         table=TokenTable(backend),
         metrics=Metrics(name, compat),
         model_name=name,
-        grammar_error=compile_error,
+        grammar_error=partial(compile_error, special_tokens=special_texts(backend)),
         started=time.time(),
     )
 
@@ -148,7 +159,7 @@ def _run(
     level = "debug" if config.log_level == "debug" else "warning"
     server = uvicorn.Server(
         uvicorn.Config(
-            app, log_level=level, access_log=False, timeout_graceful_shutdown=int(STOP_SECONDS)
+            app, log_level=level, access_log=False, timeout_graceful_shutdown=DRAIN_SECONDS
         )
     )
     server.run(sockets=[listener])
