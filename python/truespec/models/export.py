@@ -118,8 +118,10 @@ def _attention_bias(config: ModelConfig) -> bool:
 
 def _rope_fields(rope: RopeParameters, head_dim: int) -> dict[str, object]:
     """`rope_parameters` in the spelling of transformers 5."""
-    if rope.freq_divisors:
+    if rope.freq_divisors and rope.type == "default":
         rope = _as_llama3(rope, head_dim)
+    if rope.freq_divisors:
+        raise CheckpointError(f"rope_freqs.weight beside a {rope.type} scaling has no config.json")
     fields: dict[str, object] = {"rope_theta": rope.theta, "rope_type": rope.type}
     if rope.type != "default":
         fields["factor"] = rope.factor

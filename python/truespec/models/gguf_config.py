@@ -34,7 +34,7 @@ _READ = frozenset(
         "rope.scaling.yarn_beta_slow",
     }
 )
-_INFORMATION = frozenset({"rope.scaling.finetuned"})
+_INFORMATION = frozenset({"rope.scaling.finetuned", "tensor_data_layout"})
 
 
 def read_gguf_config(file: GGUFFile, source: str) -> ModelConfig:
@@ -97,10 +97,12 @@ def _read_rope(raw: Fields, file: GGUFFile) -> tuple[RopeParameters, int]:
     """Rope parameters and the context length they give."""
     positions, theta = raw.integer("context_length"), raw.number("rope.freq_base", 10000.0)
     kind, factor = raw.text("rope.scaling.type", "none"), raw.number("rope.scaling.factor", 1.0)
+    divisors = _rope_divisors(file)
     if kind == "none":
-        return RopeParameters(theta=theta, freq_divisors=_rope_divisors(file)), positions
+        return RopeParameters(theta=theta, freq_divisors=divisors), positions
     if kind == "linear":
-        return RopeParameters(theta=theta, type="linear", factor=factor), positions
+        linear = RopeParameters(theta=theta, type="linear", factor=factor, freq_divisors=divisors)
+        return linear, positions
     if kind != "yarn":
         raise raw.error("rope.scaling.type", "none, linear or yarn")
     parameters = RopeParameters(
@@ -110,6 +112,7 @@ def _read_rope(raw: Fields, file: GGUFFile) -> tuple[RopeParameters, int]:
         original_max_positions=raw.integer("rope.scaling.original_context_length", positions),
         beta_fast=raw.number("rope.scaling.yarn_beta_fast", 32.0),
         beta_slow=raw.number("rope.scaling.yarn_beta_slow", 1.0),
+        freq_divisors=divisors,
     )
     if raw.number("rope.scaling.attn_factor", 1.0) != 1.0:
         raise raw.error("rope.scaling.attn_factor", "1 (nothing else is built)")

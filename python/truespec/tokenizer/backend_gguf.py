@@ -61,14 +61,15 @@ def read_gguf(path: Path) -> TokenizerParts:
     except (ValueError, IndexError) as error:
         raise TokenizerError(f"{path} is not a readable GGUF file: {error}") from None
     kind = file.get("tokenizer.ggml.model")
-    if kind == "gpt2":
-        tokenizer, adds_bos = _byte_level(file, path)
-    elif kind == "llama":
-        tokenizer, adds_bos = _sentencepiece(file), True
-    else:
+    if kind not in ("gpt2", "llama"):
         raise TokenizerError(f"{path}: tokenizer.ggml.model is {kind!r}, expected gpt2 or llama")
-    _register_added_tokens(tokenizer, file)
-    special_tokens = _special_tokens(file)
+    tokens = [str(token) for token in _array(file, "tokenizer.ggml.tokens")]
+    if kind == "gpt2":
+        tokenizer, adds_bos = _byte_level(file, tokens, path)
+    else:
+        tokenizer, adds_bos = _sentencepiece(file, tokens), True
+    _register_added_tokens(tokenizer, file, tokens)
+    special_tokens = _special_tokens(file, tokens)
     _set_template(tokenizer, file, special_tokens, adds_bos)
     template = file.get("tokenizer.chat_template")
     return TokenizerParts(
@@ -76,14 +77,14 @@ def read_gguf(path: Path) -> TokenizerParts:
     )
 
 
-def _byte_level(file: GGUFFile, path: Path) -> tuple[Tokenizer, bool]:
+def _byte_level(file: GGUFFile, tokens: list[str], path: Path) -> tuple[Tokenizer, bool]:
     """Byte-level BPE, and whether it adds a bos token unless told otherwise."""
     name = file.get("tokenizer.ggml.pre") or "default"
     if name not in SPLITS:
         known = ", ".join(SPLITS)
         raise TokenizerError(f"{path}: tokenizer.ggml.pre is {name!r}, expected one of {known}")
-    merges = [_merge(text) for text in _texts(file, "tokenizer.ggml.merges")]
-    vocab = {token: index for index, token in enumerate(_texts(file, "tokenizer.ggml.tokens"))}
+    merges = [_merge(str(text)) for text in _array(file, "tokenizer.ggml.merges")]
+    vocab = {token: index for index, token in enumerate(tokens)}
     whole_words_first = name in _WHOLE_WORDS_FIRST
     tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=merges, ignore_merges=whole_words_first))
     splits = [pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in SPLITS[str(name)]]
@@ -96,9 +97,8 @@ def _byte_level(file: GGUFFile, path: Path) -> tuple[Tokenizer, bool]:
     return tokenizer, whole_words_first
 
 
-def _sentencepiece(file: GGUFFile) -> Tokenizer:
+def _sentencepiece(file: GGUFFile, tokens: list[str]) -> Tokenizer:
     """Sentencepiece BPE with byte fallback; merges follow from the pieces' scores."""
-    tokens = _texts(file, "tokenizer.ggml.tokens")
     scores = [float(score) for score in _array(file, "tokenizer.ggml.scores")]
     vocab = {token: index for index, token in enumerate(tokens)}
     unknown = file.get("tokenizer.ggml.unknown_token_id")
@@ -140,9 +140,8 @@ def _merge(text: str) -> tuple[str, str]:
     return text[:at], text[at + 1 :]
 
 
-def _register_added_tokens(tokenizer: Tokenizer, file: GGUFFile) -> None:
+def _register_added_tokens(tokenizer: Tokenizer, file: GGUFFile, tokens: list[str]) -> None:
     """Make control and user-defined tokens match whole, before any splitting."""
-    tokens = _texts(file, "tokenizer.ggml.tokens")
     kinds = _array(file, "tokenizer.ggml.token_type")
     added = [
         AddedToken(token, special=kind == _CONTROL, normalized=False)
@@ -152,9 +151,8 @@ def _register_added_tokens(tokenizer: Tokenizer, file: GGUFFile) -> None:
     tokenizer.add_tokens(added)
 
 
-def _special_tokens(file: GGUFFile) -> dict[str, str]:
+def _special_tokens(file: GGUFFile, tokens: list[str]) -> dict[str, str]:
     """Texts of bos, eos, unknown and padding token."""
-    tokens = _texts(file, "tokenizer.ggml.tokens")
     keys = ("bos", "eos", "unknown", "padding")
     found: dict[str, str] = {}
     for name, key in zip(SPECIAL_NAMES, keys, strict=True):
@@ -187,10 +185,6 @@ def _set_template(
             single=[piece for piece in single if piece],
             special_tokens=[(text, tokenizer.token_to_id(text)) for text in dict.fromkeys(used)],
         )
-
-
-def _texts(file: GGUFFile, key: str) -> list[str]:
-    return [str(value) for value in _array(file, key)]
 
 
 def _array(file: GGUFFile, key: str) -> list[str | int | float | bool]:
