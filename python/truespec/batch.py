@@ -105,6 +105,7 @@ class StepOutput:
         num_drafts: drafts verified per request.
         draft_logprobs: the drafter's logprob of each accepted draft.
         failed: why a request failed on its emitted path (after its `token_ids`), or `None`.
+        is_complete: the request's grammar admits nothing after its `token_ids`.
         logprobs: of the emitted tokens, with one row per sampling chunk (`logprob_rows` gives a
             chunk's row, -1 where it does not sample); `None` when no request asked.
         prompt_logprobs: per request, tables of the prompt tokens scored in this step, one row per
@@ -115,6 +116,7 @@ class StepOutput:
     num_drafts: list[int]
     draft_logprobs: list[list[float]]
     failed: list[str | None]
+    is_complete: list[bool]
     logprobs: LogprobTable | None
     logprob_rows: list[int]
     prompt_logprobs: list[list[LogprobTable]]

@@ -1,43 +1,75 @@
-"""Grammars of requests in llguidance's language, and why one cannot be used. Knows no tokenizer."""
+"""Grammars of requests in llguidance's language, and why one cannot be used.
+
+Knows no model and no request. The server asks here before it admits a request, so nothing heavy is
+imported.
+"""
 
 from __future__ import annotations
 
 import json
+import re
+from collections.abc import Sequence
 
 from llguidance import LLMatcher
 from llguidance.gbnf_to_lark import GbnfToLarkError, gbnf_to_lark
 
+from truespec.constrained.vocabulary import special_tokenizer
 from truespec.params import Grammar
+
+# A model that likes blanks must not fill its whole answer with them. A schema's own "x-guidance"
+# wins over this.
+_BLANKS = r"[ \t\r\n]{1,16}"
+EMPTY = "the grammar allows nothing but an empty text"
+_GBNF_RULE = re.compile(r"^\s*[\w-]+\s*::=", re.MULTILINE)
 
 
 def to_llguidance(grammar: Grammar) -> str:
-    """The grammar as `LLMatcher` takes it. Raises `ValueError` when its text cannot be read."""
+    """The grammar as `LLMatcher` takes it. Raises ValueError when its text cannot be read."""
     match grammar.kind:
         case "json_schema":
             schema = json.loads(grammar.text)
             if not isinstance(schema, dict | bool):
                 raise ValueError("a JSON schema is an object")
-            return str(LLMatcher.grammar_from_json_schema(grammar.text))
+            return _from_schema(grammar.text)
         case "json_object":
-            return str(LLMatcher.grammar_from_json_schema('{"type": "object"}'))
+            return _from_schema('{"type": "object"}')
         case "regex":
             return str(LLMatcher.grammar_from_regex(grammar.text))
         case "choice":
             return str(LLMatcher.grammar_from_lark(_alternatives(grammar.text)))
         case "lark":
-            # GBNF ("root ::= ...") is what other servers call EBNF; Lark has no such sign.
-            is_gbnf = "::=" in grammar.text
-            text = gbnf_to_lark(grammar.text) if is_gbnf else grammar.text
-            return str(LLMatcher.grammar_from_lark(text))
+            return str(LLMatcher.grammar_from_lark(_to_lark(grammar.text)))
 
 
-def compile_error(grammar: Grammar) -> str | None:
-    """Why the grammar cannot be used, `None` if it can."""
+def compile_error(grammar: Grammar, special_tokens: Sequence[bytes] = ()) -> str | None:
+    """Why the grammar cannot be used, `None` if it can.
+
+    Args:
+        special_tokens: texts of the special tokens that a Lark grammar may name, like `<|im_end|>`.
+    """
     try:
-        found = LLMatcher.validate_grammar(to_llguidance(grammar))
-    except (ValueError, GbnfToLarkError) as error:
+        text = to_llguidance(grammar)
+    except ValueError as error:
         return str(error)
-    return str(found).strip() or None
+    tokenizer = special_tokenizer(special_tokens)
+    matcher = LLMatcher(tokenizer, text, log_level=0)
+    if matcher.is_error():
+        return str(matcher.get_error()).strip()
+    return EMPTY if matcher.is_stopped() else None
+
+
+def _from_schema(schema: str) -> str:
+    return str(LLMatcher.grammar_from_json_schema(schema, defaults={"whitespace_pattern": _BLANKS}))
+
+
+def _to_lark(text: str) -> str:
+    """Lark as it is; GBNF ("root ::= ..."), which other servers call EBNF, converted."""
+    if _GBNF_RULE.search(text) is None:
+        return text
+    try:
+        return str(gbnf_to_lark(text))
+    except GbnfToLarkError as error:
+        raise ValueError(str(error)) from error
 
 
 def _alternatives(text: str) -> str:

@@ -22,35 +22,44 @@ def commit_chunk(chunk: ReqChunk, output: StepOutput, index: int, *, max_tokens:
     Returns the new output records, cut, and the finish if the request is over.
     """
     req = chunk.req
-    _commit_prompt(req, output.prompt_logprobs[index])
+    prompt_problem = _commit_prompt(req, output.prompt_logprobs[index])
+    problem = output.failed[index] or prompt_problem
     req.num_computed = chunk.start + chunk.num_rows
     if not chunk.samples:
         done = req.params.max_tokens == 0 and req.num_computed >= req.num_tokens
-        return cut([], 0, Finish("length") if done else None)
+        finish = Finish("length") if done else None
+        return cut([], 0, finish if problem is None else Finish("error", message=problem))
     records = _records(chunk, output, index)
     req.num_computed += max(0, len(records) - 1)
-    end, finish = _find_end(req, records, max_tokens)
-    if finish is None and output.failed[index] is not None:
-        finish = Finish("error", message=output.failed[index] or "")
+    end, finish = _find_end(req, records, max_tokens, is_complete=output.is_complete[index])
+    if finish is None and problem is not None:
+        finish = Finish("error", message=problem)
     kept = cut(records, end, finish)
     req.output_ids.extend(record.token_id for record in kept.records)
     return kept
 
 
-def _commit_prompt(req: Req, tables: list[LogprobTable]) -> None:
-    """Append the entries of scored prompt tokens; nothing precedes the first token."""
+def _commit_prompt(req: Req, tables: list[LogprobTable]) -> str | None:
+    """Append the entries of scored prompt tokens; nothing precedes the first token.
+
+    Returns what is wrong with them, if anything is.
+    """
     if req.next_scored == 0:
         req.prompt_records.append(
             TokenRecord(req.prompt_ids[0], "prompt", modes=(ModeLogprobs(None),))
         )
-    wish = req.params.logprobs
+    wish, problem = req.params.logprobs, None
     for table in tables:
         assert wish is not None, "a table of prompt tokens nobody asked for"
         for row in range(len(table.rank)):
-            token_id = req.prompt_ids[wish.start + len(req.prompt_records)]
+            position = wish.start + len(req.prompt_records)
+            token_id = req.prompt_ids[position]
+            if isnan(table.chosen[0][row][0]):
+                problem = f"the logprob of prompt token {position} is not a number"
             record = TokenRecord(token_id, "prompt")
             top_k = wish.prompt_top_k
             req.prompt_records.append(_with_logprobs(record, table, row, 0, wish, top_k, 1))
+    return problem
 
 
 def _records(chunk: ReqChunk, output: StepOutput, index: int) -> list[TokenRecord]:
@@ -105,12 +114,19 @@ def _with_logprobs(
     return record._replace(modes=tuple(modes), rank=rank, entropy=entropy)
 
 
-def _find_end(req: Req, records: list[TokenRecord], max_tokens: int) -> tuple[int, Finish | None]:
-    """How many records stay, and why the request ends there (or `None`)."""
+def _find_end(
+    req: Req, records: list[TokenRecord], max_tokens: int, *, is_complete: bool
+) -> tuple[int, Finish | None]:
+    """How many records stay, and why the request ends there (or `None`).
+
+    `is_complete`: its grammar allows nothing after the records.
+    """
     left = min(req.params.max_tokens - len(req.output_ids), max_tokens - req.num_tokens)
     for place, record in enumerate(records[:left]):
         if record.token_id in req.stop_ids:
             return place + 1, Finish("stop", matched=record.token_id)
+    if is_complete and len(records) <= left:
+        return len(records), Finish("stop")
     if len(records) >= left:
         return left, Finish("length")
     return len(records), None

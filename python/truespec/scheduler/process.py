@@ -12,6 +12,7 @@ import msgspec
 import zmq
 
 from truespec.config import EngineConfig
+from truespec.constrained.vocabulary import LoadTokens
 from truespec.engine.worker import Worker
 from truespec.message import (
     Abort,
@@ -37,11 +38,14 @@ IDLE_POLL_MS = 1000  # how often an idle engine looks whether its server is stil
 STATS_SECONDS = 0.5
 
 
-def run_engine_process(engine_config: EngineConfig, endpoint_in: str, endpoint_out: str) -> None:
+def run_engine_process(
+    engine_config: EngineConfig, load_tokens: LoadTokens, endpoint_in: str, endpoint_out: str
+) -> None:
     """Serve until the server goes away. Meant as the target of a spawned process.
 
     Args:
         engine_config: unresolved options.
+        load_tokens: gives the tokenizer when the first grammar needs it.
         endpoint_in: zmq address to pull `ToEngine` messages from.
         endpoint_out: zmq address to push `FromEngine` messages to.
     """
@@ -56,7 +60,9 @@ def run_engine_process(engine_config: EngineConfig, endpoint_in: str, endpoint_o
     link = _Link(inbox, outbox)
     try:
         worker, config, phases = build_worker(
-            engine_config, lambda phase, done: link.send(EngineProgress(phase, done))
+            engine_config,
+            lambda phase, done: link.send(EngineProgress(phase, done)),
+            load_tokens,
         )
         scheduler = Scheduler(worker, max_prefill_rows=config.chunked_prefill_size)
         link.send(EngineReady(_options(config, worker, scheduler), phases))

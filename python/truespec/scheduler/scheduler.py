@@ -140,11 +140,13 @@ class Scheduler:
         for index, chunk in enumerate(batch.chunks):
             req = chunk.req
             kept = commit_chunk(chunk, result, index, max_tokens=self.max_request_tokens)
-            if not req.is_prefilling and len(req.output_ids) == len(kept.records):
+            has_failed = kept.finish is not None and kept.finish.kind == "error"
+            is_first = not req.is_prefilling and len(req.output_ids) == len(kept.records)
+            if is_first and not has_failed:
                 self._worker.cache.share(req, req.num_computed)
             if kept.finish is not None:
                 del self._reqs[req.rid]
-                self._leave(req, keep=kept.finish.kind != "error")
+                self._leave(req, keep=not has_failed)
             if kept.records or kept.finish is not None:
                 outputs.append(_output(req, kept.records, kept.finish))
         return outputs

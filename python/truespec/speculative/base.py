@@ -24,12 +24,12 @@ from truespec.engine.worker import ModelInfo, Worker
 from truespec.kvcache import KVCache, LayerSpec
 from truespec.models.llama import CausalLM
 from truespec.speculative.contract import Draft, Verdict
+from truespec.speculative.failures import failures
+from truespec.speculative.grammars import Grammars
 from truespec.speculative.logprobs import prompt_logprobs, verdict_logprobs
 from truespec.speculative.planner import Planner
 from truespec.speculative.sampling import process_step
 from truespec.speculative.verify import verify
-
-NO_TOKEN = "the model's output for the next token is not a number, or nothing may be chosen"
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +40,7 @@ class EngineParts:
     cache: KVCache
     info: ModelInfo
     config: EngineConfig
+    grammars: Grammars
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,14 +105,17 @@ class SpecWorker(Worker):
         needs_drafter: it runs weights of its own, at a path or shipped for the target.
         capture: target layers whose outputs `extend` needs (see `DecoderStack.forward`).
         num_drafts: drafts per request and step at most.
+        options: speculative options it reads; others are refused.
     """
 
     needs_drafter: bool = True
+    options: frozenset[str] = frozenset()
     capture: tuple[int, ...] = ()
 
     def __init__(self, parts: EngineParts, plan: WorkerPlan) -> None:
         self.runner, self.cache, self.info = parts.runner, parts.cache, parts.info
-        self.config = parts.config
+        self.config, self.grammars = parts.config, parts.grammars
+        self.is_rejection = parts.config.speculative_accept == "rejection"
         self.num_drafts, self.num_draft_slots = plan.num_drafts, plan.num_draft_slots
         self.planner = Planner(plan.num_drafts, costs=None)
         self._planned: dict[str, int] = {}
@@ -133,21 +137,29 @@ class SpecWorker(Worker):
         """Bring the draft cache up to the committed tokens."""
 
     def step(self, batch: Batch) -> StepOutput:
-        draft = self.plan_and_draft(batch)
+        constrained = self.grammars.constrain(batch, self.plan_and_draft(batch))
+        draft = constrained.draft
         rows = prepare_rows(batch, draft.token_ids, draft.parents, draft.cu_rows, self.cache)
         output = self.runner.forward(rows.forward, self.capture)
         raw_logits = self.runner.logits(output.hidden[torch.from_numpy(rows.sample_rows)])
-        processed = process_step(batch, draft, rows, raw_logits, self.info.vocab_size)
+        processed = process_step(
+            batch, draft, rows, raw_logits, self.info.vocab_size, constrained.masks
+        )
         verdict = verify(draft, processed.sampled, max_rows=self.num_drafts + 1)
         logprobs = verdict_logprobs(batch, raw_logits, verdict, processed, self.info.vocab_size)
         prompts = prompt_logprobs(batch, rows, output.hidden, self.runner, self.info.vocab_size)
         committed = self._commit_rows(batch, rows, verdict)
         self._observe(draft, verdict)
         self.extend(StepState(batch, draft, rows, output, verdict, committed))
-        return _to_host(batch, draft, verdict, logprobs, prompts)
+        ends = self.grammars.advance(batch, verdict)
+        found = failures(batch, draft, rows, verdict, raw_logits, output.hidden)
+        problems = [
+            self.grammars.problem(c.req) or p for c, p in zip(batch.chunks, found, strict=True)
+        ]
+        return _to_host(batch, draft, verdict, ends, problems, logprobs, prompts)
 
     def forget(self, req: Req) -> None:
-        """Nothing is kept per request."""
+        self.grammars.forget(req)
 
     def describe(self) -> dict[str, object]:
         return {"algorithm": self.config.speculative_algorithm, "num_drafts": self.num_drafts}
@@ -234,31 +246,32 @@ def _to_host(
     batch: Batch,
     draft: Draft,
     verdict: Verdict,
+    ends: list[int | None],
+    problems: list[str | None],
     logprobs: LogprobTable | None,
     prompts: list[list[LogprobTable]],
 ) -> StepOutput:
     """Lay the verdict of the sampling chunks out over all chunks of the batch."""
     counts = verdict.num_tokens.tolist()
-    ids, rows, failed = (
-        verdict.token_ids.tolist(),
-        verdict.row_index.tolist(),
-        verdict.failed.tolist(),
-    )
+    ids, rows = verdict.token_ids.tolist(), verdict.row_index.tolist()
     draft_logprobs = draft.logprobs.tolist()
     cu = draft.cu_rows.tolist()
     token_ids: list[list[int]] = []
     num_drafts: list[int] = []
     accepted: list[list[float]] = []
-    problems: list[str | None] = []
+    is_complete: list[bool] = []
     table_rows: list[int] = []
     sampling = iter(range(len(counts)))
     for chunk in batch.chunks:
         i = next(sampling) if chunk.samples else -1
         table_rows.append(i)
-        token_ids.append(ids[i][: counts[i]] if chunk.samples else [])
+        end = ends[i] if chunk.samples else None
+        is_complete.append(end is not None)
+        token_ids.append(ids[i][: counts[i] if end is None else end] if chunk.samples else [])
         num_drafts.append(cu[i + 1] - cu[i] - 1 if chunk.samples else 0)
         # The row of token j >= 1 is the draft that token j - 1 accepted.
         path = rows[i][1 : counts[i]] if chunk.samples else []
         accepted.append([draft_logprobs[row] for row in path])
-        problems.append(NO_TOKEN if chunk.samples and failed[i] else None)
-    return StepOutput(token_ids, num_drafts, accepted, problems, logprobs, table_rows, prompts)
+    return StepOutput(
+        token_ids, num_drafts, accepted, problems, is_complete, logprobs, table_rows, prompts
+    )

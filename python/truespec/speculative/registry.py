@@ -25,6 +25,7 @@ from truespec.models.drafters.checkpoint import read_fields
 from truespec.models.llama import CausalLM
 from truespec.models.loader import load_model
 from truespec.speculative.base import EngineParts, SpecWorker, WorkerPlan
+from truespec.speculative.dflash_worker_v2 import DFlashWorker
 from truespec.speculative.dspark_worker_v2 import DSparkWorker
 from truespec.speculative.grammars import Grammars
 from truespec.speculative.ngram_worker import NgramWorker
@@ -35,6 +36,7 @@ WORKERS: dict[str, type[SpecWorker]] = {
     "NONE": PlainWorker,
     "NGRAM": NgramWorker,
     "DSPARK": DSparkWorker,
+    "DFLASH": DFlashWorker,
 }
 
 Progress = Callable[[str, float], None]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -32,23 +33,31 @@ class ProcessedStep:
 
 
 def process_step(
-    batch: Batch, draft: Draft, rows: StepRows, raw_logits: Tensor, vocab_size: int
+    batch: Batch,
+    draft: Draft,
+    rows: StepRows,
+    raw_logits: Tensor,
+    vocab_size: int,
+    masks: Sequence[Tensor | None],
 ) -> ProcessedStep:
     """Edit and sample the rows of a draft.
 
     Args:
         raw_logits: [num draft rows, V] fp32, not modified.
+        masks: per draft row what its grammar allows, see `RowEdits.bitmask`.
     """
     reqs = [chunk.req for chunk in batch.chunks if chunk.samples]
     positions = rows.forward.positions[torch.from_numpy(rows.sample_rows)] + 1
     counts = np.diff(draft.cu_rows.numpy()).tolist()
     values = sampling_rows([req.params for req in reqs], counts, positions)
-    edits = [edit for i, req in enumerate(reqs) for edit in _edits(req, draft, i)]
+    edits = [edit for i, req in enumerate(reqs) for edit in _edits(req, draft, i, masks)]
     logits = edit_logits(raw_logits, edits, vocab_size)
     return ProcessedStep(logits, values, sample(logits, values, vocab_size))
 
 
-def _edits(req: Req, draft: Draft, index: int) -> list[RowEdits | None]:
+def _edits(
+    req: Req, draft: Draft, index: int, masks: Sequence[Tensor | None]
+) -> list[RowEdits | None]:
     """Edits of a request's rows: each row follows the drafts on its own path from the root."""
     first, end = draft.cu_rows[index : index + 2].tolist()
     shared = request_edits(req.params, req.prompt_ids, req.output_ids, sorted(req.stop_ids))
@@ -58,4 +67,6 @@ def _edits(req: Req, draft: Draft, index: int) -> list[RowEdits | None]:
     paths: list[tuple[int, ...]] = [()]
     for token_id, parent in zip(ids[1:], parents[1:], strict=True):
         paths.append((*paths[parent - first], token_id))
-    return [path_edits(shared, path) for path in paths]
+    return [
+        path_edits(shared, path, mask) for path, mask in zip(paths, masks[first:end], strict=True)
+    ]
