@@ -1,1 +1,1 @@
-"""Room of truespec; see docs/architecture.md."""
+"""Room of benchmarks a user runs on a model and drafter of their own."""
