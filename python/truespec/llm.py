@@ -5,12 +5,15 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from truespec.batch import Batch, ReqChunk
 from truespec.config import EngineConfig
+from truespec.constrained.grammar import compile_error
+from truespec.constrained.vocabulary import special_texts
 from truespec.core import Finish, Req, TokenRecord
 from truespec.engine.rows import prepare_known_rows
 from truespec.message import Outputs
@@ -67,8 +70,10 @@ class LLM:
 
     def __init__(self, config: EngineConfig | None = None) -> None:
         config = config or EngineConfig()
-        self.worker, self.config, self.phases = build_worker(config)
         self.tokenizer = _load_tokenizer(config)
+        self.worker, self.config, self.phases = build_worker(
+            config, load_tokens=lambda: self.tokenizer
+        )
         self.scheduler = Scheduler(self.worker, max_prefill_rows=self.config.chunked_prefill_size)
         info = self.worker.info
         self._limits = EngineLimits(
@@ -78,6 +83,7 @@ class LLM:
             max_logprobs=self.config.max_logprobs,
             logprobs_mode=self.config.logprobs_mode,
         )
+        self._grammar_error = partial(compile_error, special_tokens=special_texts(self.tokenizer))
         self._manager = TokenizerManager(TokenTable(self.tokenizer))
         self._numbers = itertools.count()
 
@@ -103,7 +109,13 @@ class LLM:
         if len(each) != len(texts):
             raise ValueError(f"{len(each)} params for {len(texts)} prompts")
         submits = [
-            prepare(f"llm-{next(self._numbers)}", self._ids(prompt), one, self._limits)
+            prepare(
+                f"llm-{next(self._numbers)}",
+                self._ids(prompt),
+                one,
+                self._limits,
+                grammar_error=self._grammar_error,
+            )
             for prompt, one in zip(texts, each, strict=True)
         ]
         states = [self._manager.open(submit) for submit in submits]

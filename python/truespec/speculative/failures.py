@@ -62,11 +62,9 @@ def failure_reason(row: Tensor, params: SamplingParams) -> str:
 
 def _failed_row(draft: Draft, verdict: Verdict, index: int) -> int:
     """The draft row that ended a request's path: where its last emitted token leads."""
-    root: int = draft.cu_rows[index].item()
-    count = verdict.num_tokens[index].item()
+    count = int(verdict.num_tokens[index])
     if count == 0:
-        return root
+        return int(draft.cu_rows[index])
     parent, token_id = verdict.row_index[index, count - 1], verdict.token_ids[index, count - 1]
     children = (draft.parents == parent) & (draft.token_ids == token_id)
-    first: int = children.nonzero()[0].item()
-    return first
+    return int(children.nonzero()[0])
