@@ -1,5 +1,7 @@
 """Draft lengths from costs and acceptance."""
 
+from itertools import pairwise
+
 from truespec.speculative.planner import PROBE_STEPS, CostTable, Planner, StepCosts
 
 
@@ -42,7 +44,7 @@ def test_what_does_not_pay_is_tried_again_now_and_then_and_rarer_each_time():
     made = planner(STEEP)
     drafted = [made.counts([4], 0) == [4] for _ in range(PROBE_STEPS * 8)]
     tries = [step for step, was in enumerate(drafted) if was]
-    gaps = [b - a for a, b in zip(tries, tries[1:], strict=False)]
+    gaps = [b - a for a, b in pairwise(tries)]
     assert tries[0] == PROBE_STEPS
     assert gaps == sorted(gaps)
     assert len(set(gaps)) > 1
