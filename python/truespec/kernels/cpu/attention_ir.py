@@ -48,7 +48,8 @@ def attention_module(kv: KVType, blocking: Blocking) -> ir.Module:
 def _scores(module: ir.Module, kv: KVType, blocking: Blocking) -> None:
     """scores(q, num, k block, second or 0, head_dim, out, bytes per row of out, next, next second).
 
-    The next blocks are only prefetched. out[i, 0:16] = q_i . keys, out[i, 16:32] the same for the second block; q is [num, head_dim].
+    q is [num, head_dim]. out[i, 0:16] = q_i . keys of the block, out[i, 16:32] of the second one.
+    The next blocks are only prefetched.
     """
     rows = range(1, blocking.rows + 1)
     single = {r: _score_block(module, kv, r, 1) for r in rows}

@@ -13,6 +13,7 @@ from pathlib import Path
 import numba
 import torch
 from numba import types
+from numba.core.ccallback import CFunc
 from torch import Tensor
 
 from . import step
@@ -34,7 +35,7 @@ ENTRIES = {
     "move_slots": step.move_slots,
 }
 ENTRY_TYPE = types.int64(types.int64, types.int64, types.int64)
-WORK_PER_THREAD = 200_000  # multiply-adds: below, waking another thread costs more than it saves
+WORK_PER_THREAD = 1_000_000  # multiply-adds: below, waking a thread costs more than it saves
 
 
 class Runtime:
@@ -50,7 +51,7 @@ class Runtime:
         self._attention: dict[KVType, dict[str, int]] = {}
         self.rows = self._compiler.load("rows", rows_module, list(ROW_FUNCTIONS))
         self.sync = self._compiler.load("sync", sync_module, list(SYNC_FUNCTIONS))
-        self.entries = {name: self._entry(name) for name in ENTRIES}
+        self._compiled = {name: self._entry(name) for name in ENTRIES}
         self.give_way = _sched_yield()
         self.arena = Arena()
         self.pool = ThreadPool(self.sync["run"], num_threads)
@@ -86,19 +87,22 @@ class Runtime:
 
     def run(self, entry: str, record: Tensor, work: int) -> None:
         """Run an entry of step.py on as many threads as `work` multiply-adds are worth."""
-        self.pool.run(self.entries[entry], record.data_ptr(), max(1, work // WORK_PER_THREAD))
+        address = self._compiled[entry].address
+        self.pool.run(address, record.data_ptr(), max(1, work // WORK_PER_THREAD))
 
-    def _entry(self, name: str) -> int:
+    def _entry(self, name: str) -> CFunc:
         """Compile a function of step.py or load it from disk."""
         configured = numba.config.CACHE_DIR
         numba.config.CACHE_DIR = str(self._compiler.directory)
         try:
             if not any(self._compiler.directory.glob(f"*/step.{name}-*.nbc")):
                 self._compiler.progress(f"compiling {name}, once per machine")
-            compiled = numba.cfunc(ENTRY_TYPE, cache=True, error_model="numpy")(ENTRIES[name])
+            compiled: CFunc = numba.cfunc(ENTRY_TYPE, cache=True, error_model="numpy")(
+                ENTRIES[name]
+            )
         finally:
             numba.config.CACHE_DIR = configured
-        return int(compiled.address)
+        return compiled
 
 
 def widening_bytes(padded_k: int) -> int:

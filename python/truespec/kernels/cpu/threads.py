@@ -165,7 +165,8 @@ class _Worker:
         self._job = None
         with contextlib.suppress(RuntimeError):
             self._go.release()
-        self._thread.join(timeout=1.0)
+        if threading.current_thread() is not self._thread:  # the collector may run anywhere
+            self._thread.join(timeout=1.0)
 
     def _loop(self, run: ctypes._CFuncPtr, index: int) -> None:
         """Body of the thread."""
