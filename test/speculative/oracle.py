@@ -8,8 +8,8 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
-
 from harness import VOCAB_SIZE, Engine, Job, engine_config, plain, target
+
 from truespec.batch import Batch, ReqChunk
 from truespec.config import EngineConfig
 from truespec.models.llama import CausalLM

@@ -13,8 +13,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
-
-import tiny_drafters
 from harness import (
     FAMILIES,
     PLENTY,
@@ -30,6 +28,8 @@ from harness import (
     total,
 )
 from oracle import erring, guessing, numbered, oracle_engine, perfect, wrong
+
+import tiny_drafters
 from tiny import Option
 from truespec.config import Algorithm
 
@@ -117,6 +117,9 @@ SETTINGS = [
 DRAFTERS: dict[str, tuple[Algorithm, Callable[[Path], Path] | None, dict[str, Option]]] = {
     "ngram": ("NGRAM", None, {"num_draft_tokens": 5}),
     "dspark": ("DSPARK", tiny_drafters.dspark, {}),
+    "dspark threshold": ("DSPARK", tiny_drafters.dspark, {"dspark_confidence_threshold": 0.4}),
+    "dspark short": ("DSPARK", tiny_drafters.dspark, {"dspark_block_size": 3}),
+    "dflash": ("DFLASH", tiny_drafters.dflash, {}),
 }
 
 

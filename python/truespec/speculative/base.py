@@ -28,7 +28,8 @@ from truespec.speculative.failures import failures
 from truespec.speculative.grammars import Grammars
 from truespec.speculative.logprobs import prompt_logprobs, verdict_logprobs
 from truespec.speculative.planner import Planner
-from truespec.speculative.sampling import process_step
+from truespec.speculative.rejection import draw_coins, verify_rejection
+from truespec.speculative.sampling import ProcessedStep, process_step
 from truespec.speculative.verify import verify
 
 
@@ -145,7 +146,7 @@ class SpecWorker(Worker):
         processed = process_step(
             batch, draft, rows, raw_logits, self.info.vocab_size, constrained.masks
         )
-        verdict = verify(draft, processed.sampled, max_rows=self.num_drafts + 1)
+        verdict = self._verify(draft, processed)
         logprobs = verdict_logprobs(batch, raw_logits, verdict, processed, self.info.vocab_size)
         prompts = prompt_logprobs(batch, rows, output.hidden, self.runner, self.info.vocab_size)
         committed = self._commit_rows(batch, rows, verdict)
@@ -172,6 +173,18 @@ class SpecWorker(Worker):
     def planned_drafts(self, chunk: ReqChunk) -> int:
         """Drafts to make for a sampling chunk in this step."""
         return self._planned[chunk.req.rid]
+
+    def _verify(self, draft: Draft, step: ProcessedStep) -> Verdict:
+        if not self.is_rejection or draft.logits is None:
+            return verify(draft, step.sampled, max_rows=self.num_drafts + 1)
+        return verify_rejection(
+            draft,
+            step.logits,
+            step.sampled,
+            step.rows.temperature,
+            draw_coins(step.rows),
+            vocab_size=self.info.vocab_size,
+        )
 
     def _plan_drafts(self, batch: Batch) -> None:
         """What is reserved, what the request asked for, and of that what is worth its cost."""
@@ -201,8 +214,8 @@ class SpecWorker(Worker):
         flat = np.concatenate(picked)
         row_to_req = np.repeat(np.arange(len(picked)), [len(p) for p in picked])
         forward = rows.forward
-        index = torch.from_numpy(flat)
-        positions, slots = forward.positions[index], forward.out_slots[index]
+        kept = torch.from_numpy(flat)
+        positions, slots = forward.positions[kept], forward.out_slots[kept]
         if forward.tail_slots is not None:
             linear, _ = self.cache.slots(
                 [chunk.req for chunk in batch.chunks], row_to_req, positions.numpy()
@@ -210,7 +223,7 @@ class SpecWorker(Worker):
             moved = torch.from_numpy(linear)
             self.runner.move_kv(slots, moved)
             slots = moved
-        return Committed(index, torch.from_numpy(row_to_req), positions, slots)
+        return Committed(kept, torch.from_numpy(row_to_req), positions, slots)
 
 
 def chain_draft(batch: Batch, drafts: list[list[int]], logprobs: list[list[float]]) -> Draft:

@@ -7,7 +7,6 @@ own K/V goes to the slots after them and is overwritten by what gets committed t
 from __future__ import annotations
 
 from abc import abstractmethod
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -18,6 +17,7 @@ from truespec.batch import Batch, ReqChunk
 from truespec.config import EngineConfig
 from truespec.kernels.api import AttentionRows, KVBuffers
 from truespec.kvcache import LayerSpec
+from truespec.layers.sampler import SamplingRows
 from truespec.models.drafters.block import BlockDrafter, load_block_drafter
 from truespec.models.llama import CausalLM
 from truespec.speculative.base import (
@@ -27,67 +27,82 @@ from truespec.speculative.base import (
     WorkerPlan,
     chain_draft,
 )
+from truespec.speculative.chains import ChainDrafts, DraftSampler, draft_of_chains
 from truespec.speculative.contract import Draft
-
-
-@dataclass(frozen=True, slots=True)
-class BlockChoice:
-    """Drafts of n blocks of k steps.
-
-    Attributes:
-        token_ids: [n, k] int64 target ids.
-        logprobs: [n, k] fp32 the drafter's own.
-        confidences: [n, k] fp32 or `None`.
-    """
-
-    token_ids: Tensor
-    logprobs: Tensor
-    confidences: Tensor | None
 
 
 class BlockWorker(SpecWorker):
     """Drafts a block per request in one pass, then chooses its tokens (`choose`)."""
 
+    options = frozenset({"speculative_num_draft_tokens", "speculative_accept"})
+
     def __init__(self, parts: EngineParts, plan: WorkerPlan, drafter: BlockDrafter) -> None:
         super().__init__(parts, plan)
         self.drafter = drafter
         self.capture = drafter.config.target_layer_ids
+        self.sampler = DraftSampler(self.info.vocab_size, drafter.target_ids, self.is_rejection)
 
     @classmethod
     def plan(cls, config: EngineConfig, target: CausalLM, path: Path | None) -> WorkerPlan:
         assert path is not None, "a block drafter has weights"
-        drafter = load_block_drafter(path, target)
+        drafter = cls.load(config, target, path)
         shape = drafter.config
-        asked = config.speculative_num_draft_tokens
-        num_drafts = shape.num_drafts if asked is None else min(shape.num_drafts, asked - 1)
         return WorkerPlan(
             make=lambda parts, plan: cls(parts, plan, drafter),
-            num_drafts=num_drafts,
+            num_drafts=num_block_drafts(config, shape.num_drafts),
             num_draft_slots=shape.block_size,
             draft_layers=LayerSpec(
                 shape.layer.num_layers, shape.layer.num_kv_heads, shape.layer.head_dim
             ),
         )
 
+    @classmethod
+    def load(cls, config: EngineConfig, target: CausalLM, path: Path) -> BlockDrafter:
+        """The drafter, as far as the options change it. Raises ValueError when it does not fit."""
+        return load_block_drafter(path, target)
+
     @abstractmethod
-    def choose(self, hidden: Tensor, anchors: Tensor, chunks: list[ReqChunk]) -> BlockChoice:
-        """Tokens of the blocks: hidden [n, G, H], anchors [n] int64, n chunks."""
+    def choose(self, hidden: Tensor, anchors: Tensor, rows: SamplingRows) -> ChainDrafts:
+        """Tokens of the blocks.
+
+        Args:
+            hidden: [n, num_drafts, H] the block rows that draft.
+            anchors: [n] int64 last known tokens.
+            rows: parameters of the first drafts, [n].
+        """
+
+    def lengths(self, counts: list[int], drafts: ChainDrafts, other_rows: int) -> list[int]:
+        """How many drafts of each block to verify: where it pays, by the drafts' confidences.
+
+        Args:
+            counts: [n] drafts that each block may have.
+            other_rows: rows of the step beside the blocks' roots.
+        """
+        if drafts.confidences is None or self.is_rejection:
+            # NOTE: rejection keeps its law only if a draft's admission does not depend on what
+            # comes after it; ranking the blocks of a step by confidence does.
+            return counts
+        survivals = drafts.confidences.cumprod(1).tolist()
+        return self.planner.trim(
+            [values[:count] for values, count in zip(survivals, counts, strict=True)], other_rows
+        )
 
     def draft(self, batch: Batch) -> Draft:
         chunks = [chunk for chunk in batch.chunks if chunk.samples]
         counts = [self.planned_drafts(chunk) for chunk in chunks]
-        active = [chunk for chunk, count in zip(chunks, counts, strict=True) if count]
+        active = [index for index, count in enumerate(counts) if count]
         if not active:
             return chain_draft(batch, [[] for _ in chunks], [[] for _ in chunks])
-        anchors = torch.tensor([chunk.req.last_token_id for chunk in active])
-        hidden = self.drafter.hidden(anchors, self._block_rows(active), self._kv)
-        choice = self.choose(hidden, anchors, active)
-        ids, logprobs = iter(choice.token_ids.tolist()), iter(choice.logprobs.tolist())
-        return chain_draft(
-            batch,
-            [next(ids)[:count] if count else [] for count in counts],
-            [next(logprobs)[:count] if count else [] for count in counts],
+        drafting = [chunks[index] for index in active]
+        anchors = torch.tensor([chunk.req.last_token_id for chunk in drafting])
+        hidden = self.drafter.hidden(anchors, self._block_rows(drafting), self._kv)
+        first = 1 if self.drafter.config.skip_first_row else 0
+        drafts = self.choose(
+            hidden[:, first : first + self.num_drafts], anchors, self.sampler.rows(drafting)
         )
+        other_rows = sum(chunk.num_rows for chunk in batch.chunks) - len(active)
+        lengths = self.lengths([counts[index] for index in active], drafts, other_rows)
+        return draft_of_chains(batch, active, lengths, drafts)
 
     def extend(self, state: StepState) -> None:
         assert state.output.features is not None, "a block drafter captures target layers"
@@ -114,3 +129,19 @@ class BlockWorker(SpecWorker):
             page_table=torch.from_numpy(page_table),
             kv_lens=torch.from_numpy(np.repeat(starts + size, size).astype(np.int32)),
         )
+
+
+def num_block_drafts(config: EngineConfig, most: int) -> int:
+    """Drafts per step: what the block has, or fewer where the option says so.
+
+    Raises ValueError when the option asks for more.
+    """
+    asked = config.speculative_num_draft_tokens
+    if asked is None:
+        return most
+    if not 2 <= asked <= most + 1:
+        raise ValueError(
+            f"--speculative-num-draft-tokens is {asked}, expected 2 to {most + 1} "
+            f"(the root and the {most} drafts of a block)"
+        )
+    return asked - 1

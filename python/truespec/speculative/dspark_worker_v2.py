@@ -6,27 +6,48 @@ is what keeps acceptance high at T > 0.
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import torch
 from torch import Tensor
 
-from truespec.batch import ReqChunk
-from truespec.layers.sampler import sample_draft, sampling_rows
-from truespec.speculative.block_worker import BlockChoice, BlockWorker
+from truespec.config import EngineConfig
+from truespec.layers.sampler import SamplingRows
+from truespec.models.drafters.block import BlockDrafter, load_block_drafter
+from truespec.models.llama import CausalLM
+from truespec.speculative.block_worker import BlockWorker
+from truespec.speculative.chains import ChainDrafts, stack_steps
 
 
 class DSparkWorker(BlockWorker):
-    """Row i of the block drafts the token after its position; each step sees the one before."""
+    """Each draft's logits depend on the draft before it, and so does the confidence in it."""
 
-    def choose(self, hidden: Tensor, anchors: Tensor, chunks: list[ReqChunk]) -> BlockChoice:
-        drafter = self.drafter
-        num_blocks = len(chunks)
-        first = torch.tensor([chunk.start + 1 for chunk in chunks])
-        values = sampling_rows([c.req.params for c in chunks], [1] * num_blocks, first)
-        base = drafter.head(hidden.flatten(0, 1)).unflatten(0, hidden.shape[:2])
-        markov = drafter.markov
-        state = markov.initial_state(num_blocks) if markov is not None else None
-        previous, ids, logprobs, confidences = anchors, [], [], []
-        for step in range(self.num_drafts):
+    options = BlockWorker.options | {
+        "speculative_dspark_block_size",
+        "speculative_dspark_confidence_threshold",
+    }
+
+    @classmethod
+    def load(cls, config: EngineConfig, target: CausalLM, path: Path) -> BlockDrafter:
+        drafter = load_block_drafter(path, target, config.speculative_dspark_block_size)
+        threshold = config.speculative_dspark_confidence_threshold
+        if not 0 <= threshold < 1:
+            raise ValueError(
+                f"--speculative-dspark-confidence-threshold is {threshold}, expected 0 to below 1"
+            )
+        if threshold and drafter.confidence is None:
+            raise ValueError(
+                f"--speculative-dspark-confidence-threshold is {threshold}, "
+                f"but the drafter {path.name} has no confidence head"
+            )
+        return drafter
+
+    def choose(self, hidden: Tensor, anchors: Tensor, rows: SamplingRows) -> ChainDrafts:
+        drafter, markov = self.drafter, self.drafter.markov
+        base = drafter.head(hidden.flatten(0, 1)).view(*hidden.shape[:2], -1)
+        state = markov.initial_state(len(anchors)) if markov is not None else None
+        previous, steps, confidences = anchors, [], []
+        for step in range(hidden.shape[1]):
             row, logits, embedded = hidden[:, step], base[:, step], None
             if markov is not None:
                 embedded = markov.embed(previous)
@@ -34,17 +55,17 @@ class DSparkWorker(BlockWorker):
                 logits = logits + bias
             if drafter.confidence is not None:
                 confidences.append(drafter.confidence(row, embedded, step))
-            previous, logprob = sample_draft(
-                logits,
-                temperature=values.temperature,
-                seed=values.seed,
-                position=values.position + step,
-                target_ids=drafter.target_ids,
-            )
-            ids.append(previous)
-            logprobs.append(logprob)
-        return BlockChoice(
-            torch.stack(ids, dim=1),
-            torch.stack(logprobs, dim=1),
-            torch.stack(confidences, dim=1) if confidences else None,
-        )
+            steps.append(self.sampler.choose(logits, rows, step))
+            previous = steps[-1].token_ids
+        return stack_steps(steps, confidences)
+
+    def lengths(self, counts: list[int], drafts: ChainDrafts, other_rows: int) -> list[int]:
+        """Also cut each block at the first confidence below the threshold.
+
+        A draft's confidence does not depend on its own token, so this is lawful in every mode.
+        """
+        if drafts.confidences is not None:
+            sure = drafts.confidences >= self.config.speculative_dspark_confidence_threshold
+            prefixes = sure.to(torch.int64).cumprod(1).sum(1).tolist()
+            counts = [min(count, prefix) for count, prefix in zip(counts, prefixes, strict=True)]
+        return super().lengths(counts, drafts, other_rows)

@@ -51,6 +51,7 @@ class NgramWorker(SpecWorker):
     """Prompt look-up decoding: each draft is what followed the same words before."""
 
     needs_drafter = False
+    options = frozenset({"speculative_num_draft_tokens"})
 
     def __init__(self, parts: EngineParts, plan: WorkerPlan) -> None:
         super().__init__(parts, plan)

@@ -11,7 +11,7 @@ from typing import Literal
 import torch
 
 from truespec import env
-from truespec.config import EngineConfig, Machine, kv_dtype, resolve
+from truespec.config import EngineConfig, Machine, kv_dtype, options, resolve
 from truespec.constrained.matcher import GrammarBackend
 from truespec.constrained.vocabulary import LoadTokens, no_tokens
 from truespec.engine.memory import free_bytes
@@ -38,6 +38,8 @@ WORKERS: dict[str, type[SpecWorker]] = {
     "DSPARK": DSparkWorker,
     "DFLASH": DFlashWorker,
 }
+
+COMMON = {"speculative_algorithm", "speculative_draft_model_path", "speculative_adaptive"}
 
 Progress = Callable[[str, float], None]
 ASSETS = Path(__file__).parents[1] / "assets" / "drafters"
@@ -96,8 +98,17 @@ def build_worker(
 
 
 def worker_class(config: EngineConfig) -> type[SpecWorker]:
-    """The worker that the options name."""
-    return WORKERS[config.speculative_algorithm]
+    """The worker that the options name.
+
+    Raises ValueError for a speculative option that it does not read.
+    """
+    chosen = WORKERS[config.speculative_algorithm]
+    for option in options(EngineConfig):
+        is_set = getattr(config, option.name) != option.default
+        if is_set and "speculative" in option.name and option.name not in chosen.options | COMMON:
+            flag = option.name.replace("_", "-")
+            raise ValueError(f"--{flag} has no effect with {config.speculative_algorithm}")
+    return chosen
 
 
 def build_from_plan(

@@ -124,6 +124,9 @@ def _emit(
         is_path[begin : last + 1] = True
         if bool(sampled.failed[last]):
             continue
+        if end == begin + 1:  # no drafts: plain decoding
+            token_ids[last] = sampled.token_ids[last]
+            continue
         rejected = last + 1 if last + 1 < end else None
         token_ids[last] = _final_token(draft, edited, sampled, last, rejected, coins, vocab_size)
     max_rows = max(end - begin for begin, end in pairwise(cu_rows))
@@ -173,9 +176,9 @@ def _chosen_probs(
         entropy=torch.zeros(num_slots),
     )
     questions = SlotQuestions(
-        token_ids=token_ids,
-        row_index=row_index,
-        requests=torch.zeros(num_slots, dtype=torch.int64),
+        token_ids=token_ids[None],
+        row_index=row_index[None],
+        num_tokens=torch.tensor([num_slots], dtype=torch.int32),
         k=torch.zeros(1, dtype=torch.int32),
         modes=torch.tensor([[mode]], dtype=torch.int8),
         asked_ids=torch.empty(0, dtype=torch.int64),

@@ -84,8 +84,13 @@ class BlockDrafter:
         return self.target.kernels.rms_norm(x, weight, self.config.layer.rms_norm_eps)
 
 
-def load_block_drafter(path: Path, target: CausalLM) -> BlockDrafter:
+def load_block_drafter(
+    path: Path, target: CausalLM, block_size: int | None = None
+) -> BlockDrafter:
     """Read a DSpark or DFlash checkpoint for `target`.
+
+    Args:
+        block_size: rows of a block, at most those it was trained for; `None` for these.
 
     Raises CheckpointError when a tensor or field does not fit, naming both values.
     """
@@ -94,6 +99,8 @@ def load_block_drafter(path: Path, target: CausalLM) -> BlockDrafter:
         raise CheckpointError(f"{path} is no block drafter: it needs fc and hidden_norm tensors")
     fields = read_fields(path)
     config = block_config(fields, target.config, checkpoint.has)
+    if block_size is not None:
+        config = _shortened(config, block_size)
     layer, kernels, hidden = config.layer, target.kernels, config.layer.hidden_size
     ids = target_ids(checkpoint, fields, target.config)
     # Blocks at the end of the context reach past it.
@@ -118,6 +125,21 @@ def load_block_drafter(path: Path, target: CausalLM) -> BlockDrafter:
     )
     checkpoint.check_all_used()
     return drafter
+
+
+def _shortened(config: BlockConfig, block_size: int) -> BlockConfig:
+    fewest = 2 if config.skip_first_row else 1
+    if not fewest <= block_size <= config.block_size:
+        raise CheckpointError(
+            f"the block size asked for is {block_size}, "
+            f"the drafter was trained for {config.block_size} (at least {fewest})"
+        )
+    temperatures = config.confidence_temperatures
+    return replace(
+        config,
+        block_size=block_size,
+        confidence_temperatures=None if temperatures is None else temperatures[:block_size],
+    )
 
 
 def _own_name(stored: str) -> str | None:
