@@ -1,11 +1,17 @@
+import gzip
+import json
+from collections.abc import Sequence as Seq
 from pathlib import Path
 
 import pytest
 import torch
 from tiny_drafter import make_sequence
+from torch import Tensor
 
 from truespec.training.answers import Answer, count_bigrams, count_tokens, split_answers
 from truespec.training.cache import FeatureCache
+from truespec.training.collect import collect_features
+from truespec.training.config import Collecting
 from truespec.training.target import Target
 
 
@@ -44,3 +50,34 @@ def test_counts_cover_generated_tokens_only() -> None:
     pairs, counts = count_bigrams(answers)
     assert pairs.tolist() == [[1, 2], [2, 1]]
     assert counts.tolist() == [2, 1]
+
+
+class CountingTarget:
+    """Features that hold each token's id and position."""
+
+    def features(self, token_ids: Seq[int], layers: Seq[int]) -> tuple[Tensor, Tensor]:
+        ids = torch.tensor(token_ids, dtype=torch.float32)[:, None]
+        return ids[:, None, :] + torch.tensor(layers)[None, :, None], ids
+
+
+def test_collecting_writes_every_answer_once_and_continues(tmp_path: Path) -> None:
+    answers = [
+        {"category": "qa", "temperature": i % 2, "prompt_ids": [i, 1], "output_ids": [2, 3, i]}
+        for i in range(9)
+    ]
+    with gzip.open(tmp_path / "answers.jsonl.gz", "wt") as lines:
+        lines.writelines(json.dumps(answer) + "\n" for answer in answers)
+    options = Collecting(num_dev=2, shard_size=3)
+    for _ in range(2):  # the second finds everything done
+        collect_features(
+            CountingTarget(), tmp_path / "answers.jsonl.gz", tmp_path / "cache", [0, 4], options
+        )
+    dev, train = (FeatureCache(tmp_path / "cache", split) for split in ("dev", "train"))
+    assert (len(dev), len(train)) == (2, 7)
+    assert sorted(int(s.token_ids[0]) for s in [*dev, *train]) == list(range(9))
+    for sequence in train:
+        i = int(sequence.token_ids[0])
+        assert sequence.token_ids.tolist() == [i, 1, 2, 3, i]
+        assert sequence.loss_mask.tolist() == [0, 0, 1, 1, 1]
+        assert sequence.temperature == i % 2
+        assert sequence.taps[:, 1, 0].tolist() == [i + 4, 5, 6, 7, i + 4]

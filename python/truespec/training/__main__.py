@@ -1,45 +1,72 @@
-"""`python -m truespec.training dspark`: train a drafter from a feature cache. Parses options."""
+"""`truespec train collect` and `truespec train dspark`; only parses options.
+
+The target of `dspark` is a directory in Hugging Face's layout: `truespec convert` writes one.
+"""
 
 import argparse
 from dataclasses import fields
 from pathlib import Path
 from typing import TypeVar
 
-from .config import Batching, DSparkLoss, DSparkShape, LoopConfig
-from .stages import train_dspark
+from .config import Batching, Collecting, DSparkLoss, DSparkShape, LoopConfig
 
-AnyOptions = DSparkShape | Batching | DSparkLoss | LoopConfig
+AnyOptions = DSparkShape | Batching | Collecting | DSparkLoss | LoopConfig
 Options = TypeVar("Options", bound=AnyOptions)
 
 
 def main() -> None:
-    """Every field of the option classes is a flag; its default is the class's own."""
-    parser = argparse.ArgumentParser(prog="python -m truespec.training")
-    dspark = parser.add_subparsers(required=True).add_parser("dspark")
-    for name in ("answers", "target", "cache", "run"):
-        dspark.add_argument(f"--{name}", type=Path, required=True)
-    dspark.add_argument("--warm-layers", type=_layer_ids, default=(28, 29))
-    for group in (DSparkShape, Batching, DSparkLoss, LoopConfig):
-        _add_flags(dspark, group)
+    """Every field of an option class is a flag; its default is the class's own."""
+    parser = argparse.ArgumentParser(prog="truespec train", description=__doc__)
+    stages = parser.add_subparsers(required=True, metavar="STAGE")
+    collect = stages.add_parser("collect", help="answers -> features of the target")
+    collect.add_argument("--model", required=True, help="path or name of the target")
+    collect.add_argument("--layers", type=_layer_ids, default=DSparkShape().target_layer_ids)
+    _add_flags(collect, ("answers", "cache"), (Collecting,))
+    collect.set_defaults(run=_collect)
+    dspark = stages.add_parser("dspark", help="features -> DSpark drafter")
+    groups = (DSparkShape, Batching, DSparkLoss, LoopConfig)
+    _add_flags(dspark, ("answers", "target", "cache", "run_dir"), groups)
+    dspark.set_defaults(run=_train_dspark)
     args = parser.parse_args()
+    args.run(args)
+
+
+def _collect(args: argparse.Namespace) -> None:
+    from truespec.config import EngineConfig
+    from truespec.llm import LLM
+
+    from .collect import collect_features
+
+    options = _read_flags(args, Collecting)
+    target = LLM(EngineConfig(model_path=args.model))
+    collect_features(target, args.answers, args.cache, args.layers, options)
+
+
+def _train_dspark(args: argparse.Namespace) -> None:
+    from .stages import train_dspark
+
     train_dspark(
         args.answers,
         args.target,
         args.cache,
-        args.run,
+        args.run_dir,
         shape=_read_flags(args, DSparkShape),
-        warm_layers=args.warm_layers,
         batching=_read_flags(args, Batching),
         loss=_read_flags(args, DSparkLoss),
         config=_read_flags(args, LoopConfig),
     )
 
 
-def _add_flags(parser: argparse.ArgumentParser, group: type[AnyOptions]) -> None:
-    for field in fields(group):
-        kind = _layer_ids if isinstance(field.default, tuple) else type(field.default)
-        flag = "--" + field.name.replace("_", "-")
-        parser.add_argument(flag, type=kind, default=field.default)
+def _add_flags(
+    parser: argparse.ArgumentParser, paths: tuple[str, ...], groups: tuple[type[AnyOptions], ...]
+) -> None:
+    for name in paths:
+        parser.add_argument("--" + name.replace("_", "-"), type=Path, required=True)
+    for group in groups:
+        for field in fields(group):
+            kind = _layer_ids if isinstance(field.default, tuple) else type(field.default)
+            flag = "--" + field.name.replace("_", "-")
+            parser.add_argument(flag, type=kind, default=field.default)
 
 
 def _read_flags(args: argparse.Namespace, group: type[Options]) -> Options:

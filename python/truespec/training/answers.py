@@ -43,6 +43,15 @@ def split_answers(
     return dev, [answer for prompt in prompts for answer in by_prompt[prompt]]
 
 
+def order_answers(answers: Seq[Answer], seed: int, greedy_weight: float) -> list[Answer]:
+    """A random order in which answers at T = 0 come early: weighted draws without replacement."""
+    rng = random.Random(seed)
+    weights = [greedy_weight if answer.temperature == 0.0 else 1.0 for answer in answers]
+    keys = [rng.random() ** (1.0 / weight) for weight in weights]
+    order = sorted(range(len(answers)), key=keys.__getitem__, reverse=True)
+    return [answers[i] for i in order]
+
+
 def count_tokens(answers: Seq[Answer], vocab_size: int) -> np.ndarray:
     """How often each token was generated; [V] int64."""
     ids = np.concatenate([np.asarray(a.output_ids) for a in answers])

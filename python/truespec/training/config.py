@@ -16,6 +16,18 @@ class DSparkShape:
 
 
 @dataclass(frozen=True, slots=True)
+class Collecting:
+    """Which recorded answers are run through the target, and in which order."""
+
+    num_dev: int = 150  # answers held out, by whole prompts
+    max_train: int = 1 << 30  # answers to train on; fewer for a quick run
+    greedy_weight: float = 2.0  # how much earlier answers at T = 0 come in the random order
+    shard_size: int = 256  # answers
+    split_seed: int = 0
+    order_seed: int = 1
+
+
+@dataclass(frozen=True, slots=True)
 class DSparkLoss:
     """Loss of one block row i: `exp(-i / decay) * (ce * CE + overlap * L1) + confidence * BCE`."""
 
@@ -31,8 +43,8 @@ class DSparkLoss:
 class Batching:
     """A batch has `num_sequences * anchors_per_sequence` blocks; a step has a batch per thread."""
 
-    num_sequences: int = 6
-    anchors_per_sequence: int = 40
+    num_sequences: int = 10
+    anchors_per_sequence: int = 36
     seed: int = 0
 
 
@@ -40,13 +52,14 @@ class Batching:
 class LoopConfig:
     """Optimiser, schedule and how often to write; times in seconds."""
 
-    num_steps: int = 2000
+    num_steps: int = 1200
     num_threads: int = 2  # batches per step, each computed by one thread
-    learning_rate: float = 6e-4
+    learning_rate: float = 2e-3
+    muon_min_dim: int = 128  # matrices with no side below it are trained by Muon, the rest by AdamW
     warmup_fraction: float = 0.04
     weight_decay: float = 0.0
     grad_clip: float = 1.0
     beta2: float = 0.98
     average_decay: float = 0.998  # of the weight average that is measured and exported
-    measure_every: int = 200  # steps
+    measure_every: int = 100  # steps
     save_every_s: float = 180.0

@@ -87,7 +87,8 @@ class DSparkModel(nn.Module):
         hidden_from = torch.arange(context_len) >= anchors.unsqueeze(-1)  # [B, A, S]
         for layer in self.layers:
             x = layer(x, context, block_rope, context_rope, hidden_from)
-        return self.norm(x)
+        out: Tensor = self.norm(x)
+        return out
 
     def _rope_table(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """cos and sin [..., 1, hd] of positions [...], broadcast over heads."""
@@ -140,7 +141,8 @@ class _Layer(nn.Module):
     ) -> Tensor:
         rows = self.input_layernorm(x)
         x = x + self.self_attn(rows, context, block_rope, context_rope, hidden_from)
-        return x + self.mlp(self.post_attention_layernorm(x))
+        x = x + self.mlp(self.post_attention_layernorm(x))
+        return x
 
 
 class _Attention(nn.Module):

@@ -26,8 +26,9 @@ def make_teacher(hidden: Tensor, head: Tensor, top_k: int) -> Teacher:
     hidden [P, H] post-norm target hidden, head [DV, H] the target's rows of the draft vocabulary.
     """
     ids, probs = [], []
+    buffer = torch.empty(CHUNK, head.shape[0])
     for rows in hidden.split(CHUNK):
-        logits = (rows.to(head.dtype) @ head.T).float()
+        logits = buffer[: rows.shape[0]].copy_(rows.to(head.dtype) @ head.T)
         top = logits.topk(min(top_k, head.shape[0]), dim=-1)
         largest = top.values[:, :1]
         norm = logits.sub_(largest).exp_().sum(-1, keepdim=True)
@@ -44,7 +45,7 @@ class HeadLoss(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(  # type: ignore[override]  # untyped base
+    def forward(
         ctx: FunctionCtx,
         hidden: Tensor,  # [N, H]
         markov: Tensor,  # [N, r]
@@ -64,25 +65,30 @@ class HeadLoss(torch.autograd.Function):
         loss = torch.zeros(())
         overlaps, best = torch.empty_like(weights), torch.empty_like(draft_ids[:, 0])
         width = head.shape[1]
+        # NOTE: one buffer for all chunks. Fresh memory costs more than the arithmetic on it.
+        buffer = torch.empty(CHUNK, head.shape[0])
         for start in range(0, inputs.shape[0], CHUNK):
             rows = slice(start, start + CHUNK)
-            logits = (inputs[rows] @ full.T).float()
-            part, overlaps[rows], best[rows], grad = _loss_and_grad(
-                logits, draft_ids[rows], probs[rows], weights[rows], ce, overlap
+            product = inputs[rows] @ full.T
+            part, overlaps[rows], best[rows], grad_logits = _loss_and_grad(
+                buffer[: product.shape[0]].copy_(product),
+                draft_ids[rows],
+                probs[rows],
+                weights[rows],
+                ce,
+                overlap,
             )
-            grad = grad.to(head.dtype)
+            grad = product.copy_(grad_logits)
             loss += part
             grad_inputs[rows] = grad @ full
             grad_w2 += (grad.T @ inputs[rows, width:]).float()
         ctx.save_for_backward(grad_inputs[:, :width], grad_inputs[:, width:], grad_w2)
-        ctx.mark_non_differentiable(overlaps, best)  # type: ignore[attr-defined]  # untyped base
+        ctx.mark_non_differentiable(overlaps, best)
         return loss, overlaps, best
 
     @staticmethod
-    def backward(  # type: ignore[override]  # untyped base
-        ctx: FunctionCtx, grad_loss: Tensor, *_: Tensor
-    ) -> tuple[Tensor | None, ...]:
-        hidden, markov, w2 = ctx.saved_tensors  # type: ignore[attr-defined]  # untyped base
+    def backward(ctx: FunctionCtx, grad_loss: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
+        hidden, markov, w2 = ctx.saved_tensors  # type: ignore[attr-defined]  # missing in the stubs
         return (hidden * grad_loss, markov * grad_loss, w2 * grad_loss, *[None] * 6)
 
 

@@ -1,4 +1,4 @@
-"""The training loop of every drafter: AdamW, warm-up and cosine, weight averaging, resume, curves.
+"""The training loop of every drafter: Muon and AdamW, cosine, weight averaging, resume, curves.
 
 Knows tasks, not algorithms. Everything it writes lies under one run directory.
 """
@@ -44,7 +44,7 @@ class Task(Protocol[Model]):
 class RunState(Generic[Model]):
     """Everything that changes during a run, besides the model's weights."""
 
-    optimizer: torch.optim.Optimizer
+    optimizers: list[torch.optim.Optimizer]
     average: Model  # exponential moving average of the weights: measured and exported
     step: int
     best: float
@@ -79,27 +79,23 @@ def train(task: Task[Model], run_dir: Path, config: LoopConfig) -> RunState[Mode
 
 
 def start_state(task: Task[Model], config: LoopConfig) -> RunState[Model]:
-    """Fresh optimiser and average for the task's present weights."""
-    optimizer = torch.optim.AdamW(
-        task.model.parameters(),
-        lr=config.learning_rate,
-        betas=(0.9, config.beta2),
-        weight_decay=config.weight_decay,
-        fused=True,
-    )
-    return RunState(optimizer, deepcopy(task.model).requires_grad_(False), step=0, best=0.0)
+    """Fresh optimisers and average for the task's present weights."""
+    average = deepcopy(task.model).requires_grad_(False)
+    return RunState(_make_optimizers(task.model, config), average, step=0, best=0.0)
 
 
 def train_step(task: Task[Model], state: RunState[Model], config: LoopConfig) -> dict[str, float]:
     """One optimiser step over `num_threads` batches; returns mean metrics and the learning rate."""
     rate = learning_rate(state.step, config)
-    for group in state.optimizer.param_groups:
-        group["lr"] = rate
+    for optimizer in state.optimizers:
+        for group in optimizer.param_groups:
+            group["lr"] = rate
     metrics = _compute_gradients(task, state.step, config)
     norm = float(nn.utils.clip_grad_norm_(task.model.parameters(), config.grad_clip))
     if not math.isfinite(norm):
         raise FloatingPointError(f"gradient norm is {norm} at step {state.step}")
-    state.optimizer.step()
+    for optimizer in state.optimizers:
+        optimizer.step()
     state.step += 1
     _update_average(state, task.model, config.average_decay)
     return metrics | {"grad_norm": norm, "learning_rate": rate}
@@ -121,7 +117,7 @@ def save_state(task: Task[Model], state: RunState[Model], path: Path) -> None:
         {
             "model": task.model.state_dict(),
             "average": state.average.state_dict(),
-            "optimizer": state.optimizer.state_dict(),
+            "optimizers": [optimizer.state_dict() for optimizer in state.optimizers],
             "step": state.step,
             "best": state.best,
         },
@@ -135,7 +131,8 @@ def load_state(task: Task[Model], state: RunState[Model], path: Path) -> None:
     saved = torch.load(path, weights_only=True)
     task.model.load_state_dict(saved["model"])
     state.average.load_state_dict(saved["average"])
-    state.optimizer.load_state_dict(saved["optimizer"])
+    for optimizer, values in zip(state.optimizers, saved["optimizers"], strict=True):
+        optimizer.load_state_dict(values)
     state.step, state.best = saved["step"], saved["best"]
 
 
@@ -158,6 +155,25 @@ def plot_history(run_dir: Path) -> None:
     figure.tight_layout()
     figure.savefig(run_dir / "curves.png", dpi=110)
     pyplot.close(figure)
+
+
+def _make_optimizers(model: nn.Module, config: LoopConfig) -> list[torch.optim.Optimizer]:
+    """Muon (its update scaled to AdamW's size, so one rate serves both) and AdamW."""
+    matrices: list[nn.Parameter] = []
+    others: list[nn.Parameter] = []
+    for parameter in model.parameters():
+        is_matrix = parameter.ndim == 2 and min(parameter.shape) >= config.muon_min_dim
+        (matrices if is_matrix else others).append(parameter)
+    rate, decay = config.learning_rate, config.weight_decay
+    adamw = torch.optim.AdamW(
+        others, lr=rate, betas=(0.9, config.beta2), weight_decay=decay, fused=True
+    )
+    if not matrices:
+        return [adamw]
+    muon = torch.optim.Muon(
+        matrices, lr=rate, weight_decay=decay, adjust_lr_fn="match_rms_adamw", ns_steps=4
+    )
+    return [muon, adamw]
 
 
 def _compute_gradients(task: Task[Model], step: int, config: LoopConfig) -> dict[str, float]:

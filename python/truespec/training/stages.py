@@ -1,6 +1,5 @@
 """The stages of training a drafter, each a function over files; the command line calls these."""
 
-from collections.abc import Sequence as Seq
 from pathlib import Path
 
 import torch
@@ -11,14 +10,13 @@ from .cache import FeatureCache
 from .config import Batching, DSparkLoss, DSparkShape, LoopConfig
 from .dspark import DSparkTask
 from .dspark_model import DSparkModel, dims_of
-from .target import load_target
-from .warm_start import (
+from .start import (
     choose_draft_vocab,
-    copy_target_layers,
     measure_tap_scale,
     start_embeddings,
     start_markov_head,
 )
+from .target import load_target
 
 
 def train_dspark(
@@ -28,7 +26,6 @@ def train_dspark(
     run_dir: Path,
     *,
     shape: DSparkShape,
-    warm_layers: Seq[int],
     batching: Batching,
     loss: DSparkLoss,
     config: LoopConfig,
@@ -36,8 +33,7 @@ def train_dspark(
     """Train a DSpark drafter on a feature cache; the best checkpoint so far is `run_dir/export`.
 
     answers_path: recorded answers, for the draft vocabulary and the bigram start; target_dir:
-    the target in Hugging Face's layout; warm_layers: target layers that the draft layers start
-    from, empty for a random start. Called again with the same arguments it resumes.
+    the target in Hugging Face's layout. Called again with the same arguments it resumes.
     """
     target = load_target(target_dir)
     train = FeatureCache(cache_dir, "train", shape.target_layer_ids)
@@ -49,8 +45,6 @@ def train_dspark(
     counts = count_tokens(answers, model.dims.vocab)
     draft_vocab = choose_draft_vocab(counts, shape.draft_vocab_size)
     model.tap_scale.copy_(measure_tap_scale(train))
-    if warm_layers:
-        copy_target_layers(model, target, warm_layers)
     start_embeddings(model, target, draft_vocab)
     start_markov_head(model, draft_vocab, *count_bigrams(answers))
     task = DSparkTask(model, target, draft_vocab, train, dev, batching=batching, loss=loss)
