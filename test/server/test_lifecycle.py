@@ -159,3 +159,21 @@ def test_model_defaults_count_only_when_asked() -> None:
         first, second = (submit.params for submit in server.engine.submitted)
         assert (first.temperature, first.top_k) == (0.25, 7)
         assert (second.temperature, second.top_k) == (0.5, 7)
+
+
+def test_the_id_of_a_reply_ends_all_its_prompts_and_choices(live: Live) -> None:
+    body = {"prompt": ["slow:a", "slow:b"], "n": 2, "max_tokens": 4000, "stream": True}
+    with live.http.stream("POST", "/v1/completions", json={**body, "ignore_eos": True}) as reply:
+        lines = reply.iter_lines()
+        reply_id = json.loads(next(lines).removeprefix("data: "))["id"]
+        assert live.ok("/abort_request", {"rid": reply_id})["num_aborted"] == 4
+        chunks = [json.loads(line[6:]) for line in lines if line and "[DONE]" not in line]
+    finishes = [c["choices"][0]["finish_reason"] for c in chunks if c["choices"]]
+    assert finishes.count("abort") == 4
+
+
+def test_a_name_can_be_used_again_while_the_engine_still_sends_output_for_it(live: Live) -> None:
+    """After a stop string the engine's next steps may be under way; they are another request's."""
+    body = {"text": "say:abcdefghij|", "rid": "again", "sampling_params": {"stop": "c"}}
+    for _ in range(30):
+        assert live.ok("/generate", body)["text"] == "ab"

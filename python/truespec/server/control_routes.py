@@ -9,6 +9,7 @@ from truespec.tokenizer.errors import BadRequest, Problem
 from truespec.tokenizer.prepare import FieldNames
 from truespec.tokenizer.request_state import TextStream
 
+from .names import is_part, name_of
 from .native_models import AbortRequest, DetokenizeRequest, TokenizeRequest
 from .openai_models import ChatRequest
 from .openai_routes import CHAT_STAND_IN, chat_ids
@@ -58,7 +59,8 @@ async def abort_request(request: Request) -> Response:
     body = await body_of(request, AbortRequest)
     if not body.abort_all and not body.rid:
         raise BadRequest([Problem("rid", "rid or abort_all is needed")])
-    rids = [rid for rid in client.rids if body.abort_all or _is_part(rid, body.rid or "")]
+    asked = body.rid or ""
+    rids = [rid for rid in client.rids if body.abort_all or is_part(name_of(rid), asked)]
     for rid in rids:
         client.abort(rid)
     return json_response({"success": True, "num_aborted": len(rids)})
@@ -79,9 +81,3 @@ def _tokens(service: Service, body: TokenizeRequest) -> list[int]:
     with parsed.problems.guard():
         return chat_ids(service, parsed.body)
     raise BadRequest(parsed.problems.found)
-
-
-def _is_part(rid: str, asked: str) -> bool:
-    """`rid` is the asked request, or one of its prompts or choices."""
-    head, _, tail = rid.rpartition("-")
-    return rid == asked or (head == asked and tail.isdigit())

@@ -39,6 +39,7 @@ from truespec.tokenizer.request_state import Piece, RequestState
 
 from .errors import ApiError, queue_full, unavailable
 from .metrics import Metrics
+from .names import name_of
 
 log = logging.getLogger(__name__)
 Answer = TypeVar("Answer", EngineState, CacheFlushed)
@@ -172,12 +173,12 @@ class EngineClient:
 
     @property
     def rids(self) -> list[str]:
-        """Names of open requests."""
+        """The engine's names of open requests."""
         return self._manager.rids
 
-    def is_open(self, rid: str) -> bool:
-        """A request with this name runs or waits."""
-        return rid in self._manager
+    def is_open(self, name: str) -> bool:
+        """A request that clients call so runs or waits."""
+        return any(name_of(rid) == name for rid in self.rids)
 
     def check_ready(self) -> None:
         """Raise a 503 that names the phase unless the engine can serve."""

@@ -15,6 +15,7 @@ from truespec.params import SamplingParams
 
 from .errors import unavailable
 from .logprobs import JSONValue
+from .names import new_id
 from .params import NATIVE_NAMES
 from .responses import json_response, ready_service, service_of
 from .service import Prompt, Service
@@ -38,7 +39,14 @@ async def health_generate(request: Request) -> Response:
     """200 after the engine has generated a token."""
     service = ready_service(request)
     params = SamplingParams(temperature=0.0, max_tokens=1)
-    prepared = service.prepare([Prompt([0])], [params], 1, names=NATIVE_NAMES, problems=Problems())
+    prepared = service.prepare(
+        [Prompt([0])],
+        [params],
+        1,
+        names=NATIVE_NAMES,
+        problems=Problems(),
+        request_names=[new_id("health")],
+    )
     generation = service.client.open(prepared)
     await finished(generation, request.receive)
     if not generation.choices[0].records:

@@ -18,6 +18,7 @@ from truespec.tokenizer.request_state import Piece, RequestState
 from truespec.tokenizer.token_table import TokenTable
 
 from .logprobs import JSONValue, mode_of
+from .names import name_of
 
 Entry = list[float | int | str | None]
 
@@ -101,7 +102,7 @@ class _Choice:
     def _meta(self, finish: Finish | None) -> dict[str, JSONValue]:
         state = self._state
         meta: dict[str, JSONValue] = {
-            "id": state.rid,
+            "id": name_of(state.rid),
             "finish_reason": finish_reason(finish, self._num_tokens),
             "prompt_tokens": len(state.submit.prompt_ids),
             "completion_tokens": self._num_tokens,

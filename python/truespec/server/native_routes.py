@@ -14,6 +14,7 @@ from truespec.tokenizer.request_state import Piece
 
 from .engine_client import Prepared
 from .logprobs import JSONValue
+from .names import name_of, new_id
 from .native_models import (
     UNSUPPORTED_NATIVE,
     UNSUPPORTED_SAMPLING,
@@ -23,7 +24,7 @@ from .native_params import NativeItem, native_items
 from .native_replies import NativeOptions, NativeReply
 from .params import NATIVE_NAMES, native_params
 from .responses import json_response, ready_service
-from .service import Prompt, Service, new_id
+from .service import Prompt, Service
 from .streaming import Batcher, EventStream, finished
 from .validation import Problems, StandIn, check_extra, parse, parse_object
 
@@ -108,11 +109,11 @@ def _prepare(
         num_choices,
         names=_names(params[0].grammar if params else None, body),
         problems=problems,
-        rids=[item.rid or new_id("gen") for item in items],
+        request_names=[item.rid or new_id("gen") for item in items],
     )
-    for rid in [one.submit.rid for one in prepared]:
-        if service.client.is_open(rid):
-            problems.add("rid", f"rid {rid!r} is in use")
+    for name in [name_of(one.submit.rid) for one in prepared if items[0].rid is not None]:
+        if service.client.is_open(name):
+            problems.add("rid", f"rid {name!r} is in use")
     problems.raise_any()
     return prepared
 

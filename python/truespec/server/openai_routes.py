@@ -18,6 +18,7 @@ from truespec.tokenizer.request_state import Piece
 from .engine_client import Generation
 from .errors import not_found
 from .logprobs import JSONValue, LogprobView
+from .names import new_id
 from .openai_models import (
     UNSUPPORTED,
     ChatMessage,
@@ -38,7 +39,7 @@ from .params import (
     openai_params,
 )
 from .responses import json_response, ready_service, service_of
-from .service import Prompt, Service, new_id
+from .service import Prompt, Service
 from .streaming import Batcher, EventStream, finished
 from .validation import (
     Parsed,
@@ -81,7 +82,14 @@ async def complete(
     max_tokens = COMPLETION_MAX_TOKENS if body.max_tokens is None else body.max_tokens
     params = [_params(service, body, shown, max_tokens, problems)] * len(prompts)
     names = _with_grammar_field(COMPLETION_NAMES, body)
-    prepared = service.prepare(prompts, params, body.n or 1, names=names, problems=problems)
+    prepared = service.prepare(
+        prompts,
+        params,
+        body.n or 1,
+        names=names,
+        problems=problems,
+        request_names=_request_names(reply_id, len(prompts)),
+    )
     echoes = tuple(prompt.echo for prompt in prompts if prompt.echo is not None)
     options = _options(service, body, shown, reply_id, echoes)
     generation = service.client.open(prepared)
@@ -104,8 +112,11 @@ async def chat_completions(request: Request) -> Response:
     max_tokens = rest_of_context(num_prompt, service.limits) if asked is None else asked
     params = [_params(service, body, shown, max_tokens, problems)] * len(prompts)
     names = _with_grammar_field(CHAT_NAMES, body)
-    prepared = service.prepare(prompts, params, body.n or 1, names=names, problems=problems)
-    options = _options(service, body, shown, new_id("chatcmpl"), _chat_echo(body))
+    reply_id = new_id("chatcmpl")
+    prepared = service.prepare(
+        prompts, params, body.n or 1, names=names, problems=problems, request_names=[reply_id]
+    )
+    options = _options(service, body, shown, reply_id, _chat_echo(body))
     generation = service.client.open(prepared)
     return await _respond(request, body, generation, ChatReply(options, generation.choices))
 
@@ -203,6 +214,13 @@ async def _prompt(service: Service, body: CompletionRequest, given: str | list[i
 
     is_long = isinstance(given, str) and len(given) > LONG_TEXT_CHARS
     return await asyncio.to_thread(make) if is_long else make()
+
+
+def _request_names(reply_id: str, num_prompts: int) -> list[str]:
+    """So that a reply's id ends all of its prompts and choices."""
+    if num_prompts == 1:
+        return [reply_id]
+    return [f"{reply_id}-{index}" for index in range(num_prompts)]
 
 
 def _params(

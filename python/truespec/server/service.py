@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import secrets
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -19,6 +18,7 @@ from truespec.tokenizer.token_table import TokenTable
 from .engine_client import EngineClient, Prepared
 from .errors import not_found
 from .metrics import Metrics
+from .names import new_rid
 from .openai_replies import Echo
 from .params import COMPLETION_NAMES, SamplingDefaults
 from .validation import Problems
@@ -102,14 +102,14 @@ class Service:
         *,
         names: FieldNames,
         problems: Problems,
-        rids: Sequence[str] | None = None,
+        request_names: Sequence[str],
     ) -> list[Prepared]:
         """Check every choice of every prompt, prompt-major; ready for `client.open`.
 
         Args:
             params: one per prompt; a seed of `None` is drawn.
             problems: what was found before.
-            rids: one per prompt; made where not given.
+            request_names: what clients call the request of each prompt.
 
         Raises:
             BadRequest: with `problems` and every problem of the first bad prompt.
@@ -121,7 +121,7 @@ class Service:
             problems.raise_any()
         prepared: list[Prepared] = []
         with problems.guard():
-            prepared = self._prepare(prompts, params, num_choices, names, rids)
+            prepared = self._prepare(prompts, params, num_choices, names, request_names)
         problems.raise_any()
         return prepared
 
@@ -146,15 +146,15 @@ class Service:
         params: Sequence[SamplingParams],
         num_choices: int,
         names: FieldNames,
-        rids: Sequence[str] | None,
+        request_names: Sequence[str],
     ) -> list[Prepared]:
         prepared = []
         for index, (prompt, prompt_params) in enumerate(zip(prompts, params, strict=True)):
-            base = rids[index] if rids else new_id("req")
+            base = request_names[index]
             is_new = index == 0 or prompt_params.grammar != params[index - 1].grammar
             for choice in range(num_choices):
                 submit = prepare(
-                    base if num_choices == 1 else f"{base}-{choice}",
+                    new_rid(base if num_choices == 1 else f"{base}-{choice}"),
                     prompt.ids,
                     prompt_params,
                     self.limits,
@@ -164,11 +164,6 @@ class Service:
                 )
                 prepared.append(Prepared(submit, prompt.pending))
         return prepared
-
-
-def new_id(prefix: str) -> str:
-    """A name that no other request has."""
-    return f"{prefix}-{secrets.token_hex(16)}"
 
 
 def model_name_of(config: ServerConfig, engine_config: EngineConfig) -> str:

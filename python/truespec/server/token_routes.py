@@ -11,12 +11,12 @@ from truespec.core import TokenRecord
 from truespec.tokenizer.request_state import Piece
 
 from .logprobs import ChatLogprobs, JSONValue
+from .names import new_id
 from .native_models import TokenGenerateRequest
 from .openai_models import CompletionRequest
 from .openai_replies import Chunk, OpenAIReply
 from .openai_routes import COMPLETION_STAND_IN, complete
 from .responses import body_of, ready_service
-from .service import new_id
 from .validation import parse
 
 router = APIRouter()
