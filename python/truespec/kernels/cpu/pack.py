@@ -90,7 +90,7 @@ def _choose_format(type_name: str, data: Tensor) -> Format:
     if type_name not in names:
         raise ValueError(f"weight type is {type_name!r}, expected one of {', '.join(names)}")
     if type_name == "Q4_0":
-        scales = data.unflatten(1, (-1, 18))[..., :2].contiguous().view(torch.float16)
+        scales = data.reshape(data.shape[0], -1, 18)[..., :2].contiguous().view(torch.float16)
         if scales.abs().max() > MAX_HALF / 8:  # the minimum, -8 * scale, needs fp32
             return FORMATS["uint4_pair"]
     return FORMATS[names[type_name]]
@@ -104,7 +104,7 @@ def _words(data: Tensor, type_name: str, f: Format) -> Tensor:
     if type_name == "Q4_1":  # already [scale | minimum] and 4 words of codes per group
         return data.view(torch.int32)
     block_bytes, decode = DECODERS[type_name]
-    quantised = decode(data.unflatten(1, (-1, block_bytes)))
+    quantised = decode(data.reshape(data.shape[0], -1, block_bytes))
     return torch.cat([_header_words(quantised, f), _code_words(quantised.codes, f)], -1).flatten(1)
 
 
@@ -126,9 +126,9 @@ def _code_words(codes: Tensor, f: Format) -> Tensor:
 
 def _place(words: Tensor, panels: Tensor) -> None:
     """Write [rows, words] into panels [P, words, 32], transposed; missing rows stay zero."""
-    rows = words.shape[0]
+    rows, width = words.shape
     whole, rest = divmod(rows, PANEL)
-    full = words[: whole * PANEL].unflatten(0, (whole, PANEL))
+    full = words[: whole * PANEL].reshape(whole, PANEL, width)
     panels[:whole].copy_(full.transpose(1, 2))
     if rest:
         panels[whole, :, :rest] = words[whole * PANEL :].T
