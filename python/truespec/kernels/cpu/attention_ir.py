@@ -6,7 +6,7 @@ operations is fixed by key positions alone; how many queries share a load change
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Literal
 
@@ -249,7 +249,7 @@ def _element(
 
 
 def _by_rows(
-    e: Emit, num: ir.Value, step: int, calls: dict[int, Callable[[ir.Value], None]]
+    e: Emit, num: ir.Value, step: int, calls: Mapping[int, Callable[[ir.Value], None]]
 ) -> None:
     """Call `calls[step]` for whole blocks of rows and the fitting one for the rest."""
     whole = e.b.sub(num, e.b.srem(num, i64(step)))

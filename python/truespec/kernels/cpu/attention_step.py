@@ -7,8 +7,6 @@ the same kernels. Keys come in position order in both cases.
 
 from __future__ import annotations
 
-from numba import njit
-
 from .layout import (
     ATTENDED,
     ATTENDED_STRIDE,
@@ -45,15 +43,15 @@ from .layout import (
     VALUES,
     VALUES_POOL,
 )
-from .native import call, int32s, int64s
+from .native import Ints, call, compiled, int32s, int64s
 
 BLOCK = 16
 FLOAT = 4
 SPAN_BLOCKS = SPAN // BLOCK
 
 
-@njit
-def attend_rows(r, thread, index):  # type: ignore[no-untyped-def]
+@compiled
+def attend_rows(r: Ints, thread: int, index: int) -> None:
     """Units of one layer until none is left; the longest (last) rows first."""
     counter = r[UNIT_COUNTERS] + index * 8
     kv_heads = r[NUM_KV_HEADS]
@@ -67,8 +65,8 @@ def attend_rows(r, thread, index):  # type: ignore[no-untyped-def]
         unit = call(r[FETCH_ADD], (counter,))
 
 
-@njit
-def attend_group(r, index, first, last, head, scratch):  # type: ignore[no-untyped-def]
+@compiled
+def attend_group(r: Ints, index: int, first: int, last: int, head: int, scratch: int) -> None:
     """Rows [first, last) of one request for one KV head."""
     head_dim, per_kv = r[HEAD_DIM], r[NUM_HEADS] // r[NUM_KV_HEADS]
     num = (last - first) * per_kv
@@ -101,8 +99,8 @@ def attend_group(r, index, first, last, head, scratch):  # type: ignore[no-untyp
     finish_rows(r, first, last, head * per_kv, per_kv, acc, states)
 
 
-@njit
-def gather_queries(r, first, last, column, per_kv, queries):  # type: ignore[no-untyped-def]
+@compiled
+def gather_queries(r: Ints, first: int, last: int, column: int, per_kv: int, queries: int) -> None:
     """Copy the queries of a unit into [rows * per_kv, head_dim]."""
     size = per_kv * r[HEAD_DIM]
     for row in range(first, last):
@@ -113,8 +111,8 @@ def gather_queries(r, first, last, column, per_kv, queries):  # type: ignore[no-
             target[i] = source[i]
 
 
-@njit
-def common_blocks(r, first, last):  # type: ignore[no-untyped-def]
+@compiled
+def common_blocks(r: Ints, first: int, last: int) -> tuple[int, int]:
     """(whole blocks that every row reads from its pages, blocks of the longest row)."""
     common, end = paged_len(r, first) // BLOCK, 0
     for row in range(first, last):
@@ -123,8 +121,8 @@ def common_blocks(r, first, last):  # type: ignore[no-untyped-def]
     return common, end
 
 
-@njit
-def paged_len(r, row):  # type: ignore[no-untyped-def]
+@compiled
+def paged_len(r: Ints, row: int) -> int:
     """Positions of a row that are read through the page table."""
     length = int64s_of_32(r[KV_LENS], row)
     if r[TAIL_STARTS] != 0:
@@ -132,20 +130,20 @@ def paged_len(r, row):  # type: ignore[no-untyped-def]
     return length
 
 
-@njit
-def row_blocks(r, row):  # type: ignore[no-untyped-def]
+@compiled
+def row_blocks(r: Ints, row: int) -> int:
     """Blocks that a row sees, the last one perhaps in part."""
     return (int64s_of_32(r[KV_LENS], row) + BLOCK - 1) // BLOCK
 
 
-@njit
-def int64s_of_32(address, i):  # type: ignore[no-untyped-def]
+@compiled
+def int64s_of_32(address: int, i: int) -> int:
     """Element i of an int32 array, widened."""
     return int(int32s(address)[i])
 
 
-@njit
-def page_slot(r, row, position):  # type: ignore[no-untyped-def]
+@compiled
+def page_slot(r: Ints, row: int, position: int) -> int:
     """Pool slot of a position of the row's request."""
     page_size = r[BLOCKS_PER_PAGE] * BLOCK
     request = int64s_of_32(r[ROW_TO_REQ], row)
@@ -153,16 +151,18 @@ def page_slot(r, row, position):  # type: ignore[no-untyped-def]
     return page * page_size + position % page_size
 
 
-@njit
-def pool_address(r, index, head, slot, keys):  # type: ignore[no-untyped-def]
+@compiled
+def pool_address(r: Ints, index: int, head: int, slot: int, keys: bool) -> int:
     """Address of the K or V block of one head that holds `slot`."""
     base = r[KEYS] if keys else r[VALUES_POOL]
     block = (index * r[NUM_BLOCKS] + slot // BLOCK) * r[NUM_KV_HEADS] + head
     return base + block * r[BLOCK_BYTES]
 
 
-@njit
-def row_block(r, index, row, head, block, own_block, keys):  # type: ignore[no-untyped-def]
+@compiled
+def row_block(
+    r: Ints, index: int, row: int, head: int, block: int, own_block: int, keys: bool
+) -> int:
     """Address of a block of keys or values of one row, gathered if it has slots of its own."""
     start = block * BLOCK
     stop = min(start + BLOCK, int64s_of_32(r[KV_LENS], row))
@@ -178,8 +178,18 @@ def row_block(r, index, row, head, block, own_block, keys):  # type: ignore[no-u
     return own_block
 
 
-@njit
-def shared_scores(r, index, row, head, span, stop, num, queries, scores):  # type: ignore[no-untyped-def]
+@compiled
+def shared_scores(
+    r: Ints,
+    index: int,
+    row: int,
+    head: int,
+    span: int,
+    stop: int,
+    num: int,
+    queries: int,
+    scores: int,
+) -> None:
     """Scores of all queries of a unit for blocks [span, stop), two blocks at a time."""
     ld = SCORE_STRIDE * FLOAT
     first, second = block_pair(r, index, row, head, span, stop)
@@ -191,8 +201,8 @@ def shared_scores(r, index, row, head, span, stop, num, queries, scores):  # typ
         first, second = next_first, next_second
 
 
-@njit
-def block_pair(r, index, row, head, block, stop):  # type: ignore[no-untyped-def]
+@compiled
+def block_pair(r: Ints, index: int, row: int, head: int, block: int, stop: int) -> tuple[int, int]:
     """Addresses of the keys of two blocks, 0 for one from `stop` on."""
     first, second = 0, 0
     if block < stop:
@@ -202,8 +212,10 @@ def block_pair(r, index, row, head, block, stop):  # type: ignore[no-untyped-def
     return first, second
 
 
-@njit
-def softmax_row(r, row, at, per_kv, span, scores, states, acc):  # type: ignore[no-untyped-def]
+@compiled
+def softmax_row(
+    r: Ints, row: int, at: int, per_kv: int, span: int, scores: int, states: int, acc: int
+) -> None:
     """Softmax of a span for the queries `at` .. of one row, over exactly its keys."""
     length = min(int64s_of_32(r[KV_LENS], row) - span * BLOCK, SPAN)
     if length > 0:
@@ -214,8 +226,10 @@ def softmax_row(r, row, at, per_kv, span, scores, states, acc):  # type: ignore[
             call(r[SOFTMAX], (values, length, state, out, r[HEAD_DIM], int(span == 0)))
 
 
-@njit
-def shared_values(r, index, row, head, span, stop, num, scores, acc):  # type: ignore[no-untyped-def]
+@compiled
+def shared_values(
+    r: Ints, index: int, row: int, head: int, span: int, stop: int, num: int, scores: int, acc: int
+) -> None:
     """Weighted values of blocks [span, stop) for all queries of a unit."""
     ld, ld_out = SCORE_STRIDE * FLOAT, r[HEAD_DIM] * FLOAT
     value = pool_address(r, index, head, page_slot(r, row, span * BLOCK), False)
@@ -229,8 +243,20 @@ def shared_values(r, index, row, head, span, stop, num, scores, acc):  # type: i
         value = following
 
 
-@njit
-def row_values(r, index, row, head, span, block, at, per_kv, scores, acc, own_block):  # type: ignore[no-untyped-def]
+@compiled
+def row_values(
+    r: Ints,
+    index: int,
+    row: int,
+    head: int,
+    span: int,
+    block: int,
+    at: int,
+    per_kv: int,
+    scores: int,
+    acc: int,
+    own_block: int,
+) -> None:
     """Weighted values of one block of one row; slots beyond its length are not read."""
     count = min(BLOCK, int64s_of_32(r[KV_LENS], row) - block * BLOCK)
     value = row_block(r, index, row, head, block, own_block, False)
@@ -240,8 +266,10 @@ def row_values(r, index, row, head, span, block, at, per_kv, scores, acc, own_bl
     call(r[VALUES], (p, ld, per_kv, value, count, r[HEAD_DIM], out, ld_out, value))
 
 
-@njit
-def finish_rows(r, first, last, column, per_kv, acc, states):  # type: ignore[no-untyped-def]
+@compiled
+def finish_rows(
+    r: Ints, first: int, last: int, column: int, per_kv: int, acc: int, states: int
+) -> None:
     """Divide by the sums and write the unit's columns of ATTENDED."""
     head_dim = r[HEAD_DIM]
     for row in range(first, last):

@@ -54,14 +54,14 @@ def decode_q8_0(blocks: Tensor) -> Quantised:
 
 def decode_q4_k(blocks: Tensor) -> Quantised:
     """[n, blocks, 144] bytes: 8 groups of 32 with 6-bit scales and minimums."""
-    low = blocks[..., 16:].unflatten(-1, (4, 1, 32))
+    low = _split(blocks[..., 16:], 4, 1, 32)
     codes = torch.cat([low & 15, low >> 4], dim=-2).to(torch.int8)
     return _k_groups(blocks, codes.flatten(-3, -2))
 
 
 def decode_q5_k(blocks: Tensor) -> Quantised:
     """[n, blocks, 176] bytes: as Q4_K with a fifth bit of every code in bytes 16 .. 47."""
-    low = blocks[..., 48:].unflatten(-1, (4, 1, 32))
+    low = _split(blocks[..., 48:], 4, 1, 32)
     four = torch.cat([low & 15, low >> 4], dim=-2).flatten(-3, -2)
     shifts = torch.arange(8, dtype=torch.uint8).view(8, 1)
     fifth = (blocks[..., 16:48].unsqueeze(-2) >> shifts) & 1
@@ -70,14 +70,14 @@ def decode_q5_k(blocks: Tensor) -> Quantised:
 
 def decode_q6_k(blocks: Tensor) -> Quantised:
     """[n, blocks, 210] bytes: 16 groups of 16 with int8 scales; value = scale * (code - 32)."""
-    low = blocks[..., :128].unflatten(-1, (2, 1, 64))
-    four = torch.cat([low & 15, low >> 4], dim=-2).unflatten(-1, (2, 32)).flatten(-3, -2)
+    low = _split(blocks[..., :128], 2, 1, 64)
+    four = _split(torch.cat([low & 15, low >> 4], dim=-2), 2, 32).flatten(-3, -2)
     shifts = torch.tensor([0, 2, 4, 6], dtype=torch.uint8).view(4, 1)
-    high = (blocks[..., 128:192].unflatten(-1, (2, 1, 32)) >> shifts) & 3
+    high = (_split(blocks[..., 128:192], 2, 1, 32) >> shifts) & 3
     codes = (four | (high << 4)).to(torch.int8) - 32
     scales = halves(blocks, 208).unsqueeze(-1).float() * blocks[..., 192:208].view(torch.int8)
     scales = scales.flatten(1)
-    grouped = codes.flatten(-3).unflatten(-1, (16, 16)).flatten(1, 2)
+    grouped = _split(codes.flatten(-3), 16, 16).flatten(1, 2)
     return Quantised(grouped, scales, torch.zeros_like(scales))
 
 
@@ -97,6 +97,11 @@ def halves(blocks: Tensor, offset: int) -> Tensor:
     return blocks[..., offset : offset + 2].contiguous().view(torch.float16).squeeze(-1)
 
 
+def _split(x: Tensor, *sizes: int) -> Tensor:
+    """The last dimension as several."""
+    return x.reshape(*x.shape[:-1], *sizes)
+
+
 def _nibbles(packed: Tensor) -> Tensor:
     """[..., 16] bytes -> [..., 32] int8: the low halves, then the high halves."""
     return torch.cat([packed & 15, packed >> 4], dim=-1).view(torch.int8)
@@ -114,7 +119,7 @@ def _k_groups(blocks: Tensor, codes: Tensor) -> Quantised:
     Args:
         codes: [n, blocks, 8, 32].
     """
-    packed = blocks[..., 4:16].unflatten(-1, (3, 4))
+    packed = _split(blocks[..., 4:16], 3, 4)
     d, m, both = packed[..., 0, :], packed[..., 1, :], packed[..., 2, :]
     scale_bits = torch.cat([d & 63, (both & 15) | ((d >> 2) & 48)], dim=-1)
     minimum_bits = torch.cat([m & 63, (both >> 4) | ((m >> 2) & 48)], dim=-1)

@@ -13,6 +13,7 @@ from pathlib import Path
 import numba
 import torch
 from numba import types
+from numba.core import config as numba_config
 from numba.core.ccallback import CFunc
 from torch import Tensor
 
@@ -88,12 +89,13 @@ class Runtime:
     def run(self, entry: str, record: Tensor, work: int) -> None:
         """Run an entry of step.py on as many threads as `work` multiply-adds are worth."""
         address = self._compiled[entry].address
+        assert address is not None, entry
         self.pool.run(address, record.data_ptr(), max(1, work // WORK_PER_THREAD))
 
     def _entry(self, name: str) -> CFunc:
         """Compile a function of step.py or load it from disk."""
-        configured = numba.config.CACHE_DIR
-        numba.config.CACHE_DIR = str(self._compiler.directory)
+        configured = numba_config.CACHE_DIR  # type: ignore[attr-defined]  # set at import
+        numba_config.CACHE_DIR = str(self._compiler.directory)  # type: ignore[attr-defined]
         try:
             if not any(self._compiler.directory.glob(f"*/step.{name}-*.nbc")):
                 self._compiler.progress(f"compiling {name}, once per machine")
@@ -101,7 +103,7 @@ class Runtime:
                 ENTRIES[name]
             )
         finally:
-            numba.config.CACHE_DIR = configured
+            numba_config.CACHE_DIR = configured  # type: ignore[attr-defined]
         return compiled
 
 

@@ -7,8 +7,6 @@ the kernels only.
 
 from __future__ import annotations
 
-from numba import njit
-
 from .attention_step import attend_rows
 from .layout import (
     ADD_ROWS,
@@ -89,7 +87,7 @@ from .layout import (
     V,
     X,
 )
-from .native import call, int32s, int64s
+from .native import Ints, call, compiled, int32s, int64s
 
 BLOCK = 16
 FLOAT = 4
@@ -169,8 +167,10 @@ def move_slots(thread: int, num_threads: int, record: int) -> int:
     return 0
 
 
-@njit
-def attention_half(r, thread, num_threads, index, layer, barriers):  # type: ignore[no-untyped-def]
+@compiled
+def attention_half(
+    r: Ints, thread: int, num_threads: int, index: int, layer: int, barriers: int
+) -> int:
     """X += attention(norm(X)); returns the barriers passed."""
     fields = int64s(layer)
     source, stride = r[NORMED], r[HIDDEN_STRIDE]
@@ -193,8 +193,8 @@ def attention_half(r, thread, num_threads, index, layer, barriers):  # type: ign
     return barrier(r, num_threads, barriers)
 
 
-@njit
-def mlp_half(r, thread, num_threads, layer, barriers):  # type: ignore[no-untyped-def]
+@compiled
+def mlp_half(r: Ints, thread: int, num_threads: int, layer: int, barriers: int) -> int:
     """X += mlp(norm(X)); returns the barriers passed."""
     fields = int64s(layer)
     norm_rows(r, thread, num_threads, fields[POST_NORM])
@@ -213,22 +213,24 @@ def mlp_half(r, thread, num_threads, layer, barriers):  # type: ignore[no-untype
     return barrier(r, num_threads, barriers)
 
 
-@njit
-def barrier(r, num_threads, passed):  # type: ignore[no-untyped-def]
+@compiled
+def barrier(r: Ints, num_threads: int, passed: int) -> int:
     """Wait for all threads; returns `passed` + 1."""
     if num_threads > 1:
         call(r[BARRIER], (r[BARRIER_COUNTER], passed + 1, num_threads, r[GIVE_WAY]))
     return passed + 1
 
 
-@njit
-def share(count, thread, num_threads):  # type: ignore[no-untyped-def]
+@compiled
+def share(count: int, thread: int, num_threads: int) -> tuple[int, int]:
     """[first, last) of a thread's part of `count` things."""
     return count * thread // num_threads, count * (thread + 1) // num_threads
 
 
-@njit
-def linear(r, thread, weight, x, ldx, y, ldy, first, last):  # type: ignore[no-untyped-def]
+@compiled
+def linear(
+    r: Ints, thread: int, weight: int, x: int, ldx: int, y: int, ldy: int, first: int, last: int
+) -> None:
     """Panels [first, last) of y = x W^T for all rows; strides in floats."""
     w = int64s(weight)
     scratch = r[SCRATCH] + thread * r[SCRATCH_BYTES]
@@ -238,15 +240,17 @@ def linear(r, thread, weight, x, ldx, y, ldy, first, last):  # type: ignore[no-u
     call(w[L_FUNCTION], args)
 
 
-@njit
-def split_linear(r, thread, num_threads, weight, x, ldx, column):  # type: ignore[no-untyped-def]
+@compiled
+def split_linear(
+    r: Ints, thread: int, num_threads: int, weight: int, x: int, ldx: int, column: int
+) -> None:
     """A thread's part of one of q, k, v, which start at `column` of the qkv buffer."""
     first, last = share(int64s(weight)[L_PANELS], thread, num_threads)
     linear(r, thread, weight, x, ldx, r[QKV] + column * FLOAT, r[QKV_STRIDE], first, last)
 
 
-@njit
-def add_linear(r, thread, num_threads, weight, x, ldx):  # type: ignore[no-untyped-def]
+@compiled
+def add_linear(r: Ints, thread: int, num_threads: int, weight: int, x: int, ldx: int) -> None:
     """A thread's columns of X += x W^T + bias."""
     w = int64s(weight)
     first, last = share(w[L_PANELS], thread, num_threads)
@@ -261,8 +265,8 @@ def add_linear(r, thread, num_threads, weight, x, ldx):  # type: ignore[no-untyp
             call(r[ADD_ROWS], (r[X] + at, r[LINEAR_OUT] + at, bias, 32 * (last - first)))
 
 
-@njit
-def norm_rows(r, thread, num_threads, weight):  # type: ignore[no-untyped-def]
+@compiled
+def norm_rows(r: Ints, thread: int, num_threads: int, weight: int) -> None:
     """NORMED = norm(X) for a thread's rows."""
     first, last = share(r[NUM_ROWS], thread, num_threads)
     hidden, stride = r[HIDDEN], r[HIDDEN_STRIDE]
@@ -271,8 +275,10 @@ def norm_rows(r, thread, num_threads, weight):  # type: ignore[no-untyped-def]
         call(r[RMS_NORM], (r[X] + at, weight, r[NORMED] + at, hidden, stride, r[EPS_BITS]))
 
 
-@njit
-def store_heads(r, thread, num_threads, index, layer, first_head):  # type: ignore[no-untyped-def]
+@compiled
+def store_heads(
+    r: Ints, thread: int, num_threads: int, index: int, layer: int, first_head: int
+) -> None:
     """Bias, norm and rotate q and k heads; put k and v into the pool. By (row, head)."""
     heads, kv_heads = r[NUM_HEADS], r[NUM_KV_HEADS]
     per_row = heads + 2 * kv_heads - first_head
@@ -288,8 +294,10 @@ def store_heads(r, thread, num_threads, index, layer, first_head):  # type: igno
             store_value(r, index, layer, row, head - heads - kv_heads)
 
 
-@njit
-def prepare_head(r, layer, row, column, part, norm, head, scale):  # type: ignore[no-untyped-def]
+@compiled
+def prepare_head(
+    r: Ints, layer: int, row: int, column: int, part: int, norm: int, head: int, scale: int
+) -> int:
     """Bias, norm, rotate and scale one q or k head in place; returns its address."""
     fields = int64s(layer)
     head_dim = r[HEAD_DIM]
@@ -303,8 +311,8 @@ def prepare_head(r, layer, row, column, part, norm, head, scale):  # type: ignor
     return x
 
 
-@njit
-def store_key(r, index, layer, row, head):  # type: ignore[no-untyped-def]
+@compiled
+def store_key(r: Ints, index: int, layer: int, row: int, head: int) -> None:
     """One head's key into the pool."""
     head_dim = r[HEAD_DIM]
     column = r[K_COLUMN] + head * head_dim
@@ -314,8 +322,8 @@ def store_key(r, index, layer, row, head):  # type: ignore[no-untyped-def]
     call(r[STORE_KEY], (x, block, slot & (BLOCK - 1), head_dim))
 
 
-@njit
-def store_value(r, index, layer, row, head):  # type: ignore[no-untyped-def]
+@compiled
+def store_value(r: Ints, index: int, layer: int, row: int, head: int) -> None:
     """One head's value into the pool."""
     head_dim = r[HEAD_DIM]
     x = r[QKV] + (row * r[QKV_STRIDE] + r[V_COLUMN] + head * head_dim) * FLOAT
@@ -327,14 +335,14 @@ def store_value(r, index, layer, row, head):  # type: ignore[no-untyped-def]
     call(r[STORE_VALUE], (x, block, slot & (BLOCK - 1), head_dim))
 
 
-@njit
-def pool_block(r, index, slot, head):  # type: ignore[no-untyped-def]
+@compiled
+def pool_block(r: Ints, index: int, slot: int, head: int) -> int:
     """Offset of the block of one head that holds `slot`, in bytes."""
     return ((index * r[NUM_BLOCKS] + slot // BLOCK) * r[NUM_KV_HEADS] + head) * r[BLOCK_BYTES]
 
 
-@njit
-def capture(r, thread, num_threads, index):  # type: ignore[no-untyped-def]
+@compiled
+def capture(r: Ints, thread: int, num_threads: int, index: int) -> None:
     """Copy a thread's rows of X to the output of layer `index`, if it is captured."""
     column = int64s(r[CAPTURE_INDEX])[index + 1]
     if column >= 0:
@@ -342,8 +350,8 @@ def capture(r, thread, num_threads, index):  # type: ignore[no-untyped-def]
         copy_rows(r, thread, num_threads, r[X], r[HIDDEN_STRIDE], target, r[CAPTURE_STRIDE])
 
 
-@njit
-def copy_rows(r, thread, num_threads, x, ldx, y, ldy):  # type: ignore[no-untyped-def]
+@compiled
+def copy_rows(r: Ints, thread: int, num_threads: int, x: int, ldx: int, y: int, ldy: int) -> None:
     """Copy `hidden` floats of a thread's rows; strides in floats."""
     first, last = share(r[NUM_ROWS], thread, num_threads)
     for row in range(first, last):
@@ -352,8 +360,8 @@ def copy_rows(r, thread, num_threads, x, ldx, y, ldy):  # type: ignore[no-untype
             target[i] = source[i]
 
 
-@njit
-def group_rows(r):  # type: ignore[no-untyped-def]
+@compiled
+def group_rows(r: Ints) -> int:
     """Cut rows into groups of one request that share loads of K and V; returns their number."""
     requests, starts = int32s(r[ROW_TO_REQ]), int32s(r[GROUP_STARTS])
     groups = 0

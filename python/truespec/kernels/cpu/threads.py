@@ -12,6 +12,7 @@ import os
 import threading
 import time
 import weakref
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 # fmt: off
@@ -19,6 +20,7 @@ RUN_TYPE = ctypes.CFUNCTYPE(
     ctypes.c_int64, ctypes.c_int64, ctypes.c_int64, ctypes.c_int64, ctypes.c_int64
 )
 # fmt: on
+Run = Callable[[int, int, int, int], int]
 MIN_SECONDS_TO_JUDGE = 5e-4  # shorter jobs say nothing about contention
 LOST_SHARE_TO_DROP = 0.35  # of a job's time a thread waited for a core: one thread is faster then
 JUDGED_JOBS = 4
@@ -138,7 +140,7 @@ class _Job:
 class _Worker:
     """A thread that sleeps between jobs."""
 
-    def __init__(self, run: ctypes._CFuncPtr, index: int) -> None:
+    def __init__(self, run: Run, index: int) -> None:
         self._go, self._done = threading.Lock(), threading.Lock()
         self._go.acquire()
         self._done.acquire()
@@ -168,7 +170,7 @@ class _Worker:
         if threading.current_thread() is not self._thread:  # the collector may run anywhere
             self._thread.join(timeout=1.0)
 
-    def _loop(self, run: ctypes._CFuncPtr, index: int) -> None:
+    def _loop(self, run: Run, index: int) -> None:
         """Body of the thread."""
         while True:
             self._go.acquire()
@@ -179,7 +181,7 @@ class _Worker:
             self._done.release()
 
 
-def _timed_run(run: ctypes._CFuncPtr, job: _Job, thread: int) -> float:
+def _timed_run(run: Run, job: _Job, thread: int) -> float:
     """Run a thread's part of a job; the share of its time without a core, or `TOO_SHORT`."""
     wall, cpu = time.perf_counter(), time.thread_time()
     run(job.function, thread, job.num_threads, job.record)
