@@ -13,13 +13,20 @@ from collections.abc import Sequence
 from llguidance import LLMatcher
 from llguidance.gbnf_to_lark import GbnfToLarkError, gbnf_to_lark
 
-from truespec.constrained.vocabulary import special_tokenizer
+from truespec.constrained.vocabulary import END_ID, special_tokenizer
 from truespec.params import Grammar
 
 # A model that likes blanks must not fill its whole answer with them. A schema's own "x-guidance"
 # wins over this.
 _BLANKS = r"[ \t\r\n]{1,16}"
 EMPTY = "the grammar allows nothing but an empty text"
+# As in JavaScript, which JSON schemas follow: digits of forty scripts are no telephone number.
+_CLASSES = {
+    r"\d": "[0-9]",
+    r"\D": "[^0-9]",
+    r"\w": "[0-9A-Za-z_]",
+    r"\W": "[^0-9A-Za-z_]",
+}
 _GBNF_RULE = re.compile(r"^\s*[\w-]+\s*::=", re.MULTILINE)
 
 
@@ -34,7 +41,7 @@ def to_llguidance(grammar: Grammar) -> str:
         case "json_object":
             return _from_schema('{"type": "object"}')
         case "regex":
-            return str(LLMatcher.grammar_from_regex(grammar.text))
+            return str(LLMatcher.grammar_from_regex(_with_ascii_classes(grammar.text)))
         case "choice":
             return str(LLMatcher.grammar_from_lark(_alternatives(grammar.text)))
         case "lark":
@@ -53,13 +60,30 @@ def compile_error(grammar: Grammar, special_tokens: Sequence[bytes] = ()) -> str
         return str(error)
     tokenizer = special_tokenizer(special_tokens)
     matcher = LLMatcher(tokenizer, text, log_level=0)
-    if matcher.is_error():
-        return str(matcher.get_error()).strip()
-    return EMPTY if matcher.is_stopped() else None
+    return matcher_error(matcher) or (EMPTY if is_empty(matcher, [END_ID]) else None)
+
+
+def matcher_error(matcher: LLMatcher) -> str | None:
+    """Why a matcher came to its end, `None` if it did not; without llguidance's inner state."""
+    if not matcher.is_error():
+        return None
+    return re.split(r"<state>|<backtrace>|, traceback:", matcher.get_error())[0].strip()
+
+
+def is_empty(matcher: LLMatcher, eos_token_ids: Sequence[int]) -> bool:
+    """True when a matcher at its start allows nothing but the end."""
+    if not matcher.is_accepting():
+        return False
+    mask = int.from_bytes(matcher.compute_bitmask(), "little")
+    return mask & ~sum(1 << i for i in set(eos_token_ids)) == 0
 
 
 def _from_schema(schema: str) -> str:
     return str(LLMatcher.grammar_from_json_schema(schema, defaults={"whitespace_pattern": _BLANKS}))
+
+
+def _with_ascii_classes(regex: str) -> str:
+    return re.sub(r"\\.", lambda escape: _CLASSES.get(escape[0], escape[0]), regex)
 
 
 def _to_lark(text: str) -> str:

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 from llguidance import LLMatcher, LLTokenizer
 
-from truespec.constrained.grammar import EMPTY, to_llguidance
+from truespec.constrained.grammar import EMPTY, is_empty, matcher_error, to_llguidance
 from truespec.constrained.vocabulary import GrammarError, LoadTokens, build_tokenizer
 from truespec.params import Grammar
 
@@ -48,7 +48,10 @@ class GrammarBackend:
             text = to_llguidance(grammar)
         except ValueError as error:
             raise GrammarError(str(error)) from error
-        return Matcher(LLMatcher(self._tokenizer, text, log_level=0), self.num_mask_words)
+        matcher = LLMatcher(self._tokenizer, text, log_level=0)
+        if is_empty(matcher, self._tokenizer.eos_tokens):
+            raise GrammarError(EMPTY)
+        return Matcher(matcher, self.num_mask_words)
 
 
 class Matcher:
@@ -58,8 +61,6 @@ class Matcher:
         self._matcher = matcher
         self._num_mask_bytes = 4 * num_mask_words
         self._check()
-        if self.is_complete:
-            raise GrammarError(EMPTY)
 
     @property
     def is_complete(self) -> bool:
@@ -91,5 +92,6 @@ class Matcher:
             self._check()
 
     def _check(self) -> None:
-        if self._matcher.is_error():
-            raise GrammarError(self._matcher.get_error())
+        problem = matcher_error(self._matcher)
+        if problem is not None:
+            raise GrammarError(problem)

@@ -8,6 +8,7 @@ from typing import Protocol
 from llguidance import LLTokenizer, TokenizerWrapper
 
 _END = b"<|end of output|>"
+END_ID = 256  # of it in `special_tokenizer`
 
 
 class TokenSource(Protocol):
@@ -84,7 +85,7 @@ class _Spelling:
             ends = range(min(len(data), at + self._longest), at, -1)
             end = next((end for end in ends if data[at:end] in self._ids), None)
             if end is None:
-                break  # no token begins like this: llguidance goes on with its own rule
+                raise ValueError(f"no token of the vocabulary begins with {data[at : at + 1]!r}")
             ids.append(self._ids[data[at:end]])
             at = end
         return ids
@@ -113,8 +114,7 @@ def build_tokenizer(
 
 def special_tokenizer(special_tokens: Sequence[bytes]) -> LLTokenizer:
     """The bytes and some special tokens: enough to compile a grammar that names them."""
-    tokens = [bytes([byte]) for byte in range(256)] + [*special_tokens, _END]
-    special = list(range(256, len(tokens)))
-    return LLTokenizer(
-        TokenizerWrapper(_Spelling(tokens, special, special[-1], None)), n_vocab=len(tokens)
-    )
+    tokens = [bytes([byte]) for byte in range(END_ID)] + [_END, *special_tokens]
+    special = list(range(END_ID, len(tokens)))
+    wrapper = TokenizerWrapper(_Spelling(tokens, special, END_ID, None))
+    return LLTokenizer(wrapper, n_vocab=len(tokens))

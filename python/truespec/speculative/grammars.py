@@ -124,8 +124,8 @@ class Grammars:
             return None
         try:
             for place, token_id in enumerate(token_ids):
-                is_allowed = matcher.try_advance(token_id)
-                assert is_allowed, f"token {token_id} passed the mask of a grammar that forbids it"
+                if not matcher.try_advance(token_id):
+                    raise GrammarError(f"token {token_id} passed its mask, but does not fit")
                 if matcher.is_complete:
                     return place + 1
         except GrammarError as error:
@@ -138,8 +138,8 @@ class Grammars:
             assert req.params.grammar is not None, "asked for a request without grammar"
             matcher = self._backend.matcher(req.params.grammar)
             for token_id in req.output_ids:
-                is_allowed = matcher.try_advance(token_id)
-                assert is_allowed, f"token {token_id} of the output does not fit its grammar"
+                if not matcher.try_advance(token_id):
+                    raise GrammarError(f"token {token_id} of the output does not fit it")
             self._matchers[req.rid] = matcher
         return matcher
 
