@@ -13,14 +13,16 @@ from truespec.speculative.planner import CostTable, StepCosts
 
 ROW_SIZES = (1, 2, 4, 8, 16, 32)
 BLOCK_SIZES = (1, 4, 16)
-PROMPT = 24  # tokens of a made-up request
-REPEATS = 3  # the fastest counts: everything else is noise
+PROMPT = 3  # tokens of a made-up request: little to prefill
+BUDGET_SECONDS = 1.0  # per table, after its first two sizes
+REPEATS = 2  # the fastest counts: everything else is noise
 
 
 def measure_costs(worker: SpecWorker) -> StepCosts:
     """Run steps of several sizes and take the fastest of each.
 
-    The worker must not have requests. Sizes that do not fit into its cache are left out.
+    The worker must not have requests. Sizes that do not fit into its cache, and the largest ones
+    on a machine too slow or too busy for them, are left out.
     """
     rows = _table(ROW_SIZES, lambda n: _step_seconds(worker, n, drafts=False))
     blocks = _table(BLOCK_SIZES, lambda n: _step_seconds(worker, n, drafts=True))
@@ -28,7 +30,14 @@ def measure_costs(worker: SpecWorker) -> StepCosts:
 
 
 def _table(sizes: tuple[int, ...], measure: Callable[[int], float | None]) -> CostTable:
-    found = [(size, seconds) for size in sizes if (seconds := measure(size)) is not None]
+    found: list[tuple[int, float]] = []
+    begin = time.perf_counter()
+    for size in sizes:
+        if len(found) >= 2 and time.perf_counter() - begin > BUDGET_SECONDS:
+            break
+        seconds = measure(size)
+        if seconds is not None:
+            found.append((size, seconds))
     return CostTable(tuple(s for s, _ in found), tuple(t for _, t in found))
 
 
