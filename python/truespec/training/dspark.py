@@ -96,7 +96,7 @@ def dspark_loss(
     row_weights = batch.is_label * decay
     reachable = torch.isin(batch.label_ids, draft_vocab)
     total = row_weights.sum()
-    head_loss, overlaps, best = HeadLoss.apply(
+    head_loss, overlaps, best = HeadLoss.apply(  # type: ignore[no-untyped-call]  # torch stub
         hidden.flatten(0, 2),
         markov.flatten(0, 2),
         model.markov_head.markov_w2.weight,
@@ -125,8 +125,8 @@ def _batch_teacher(batch: BlockBatch, draft_head: Tensor, top_k: int) -> tuple[T
     """Target distributions at the positions that rows predict, and each row's index into them."""
     # NOTE: the label at position j was produced by the target's hidden of position j - 1.
     flat = batch.label_positions - 1 + _sequence_offsets(batch)
-    used, rows = flat.flatten().unique(return_inverse=True)
-    return make_teacher(batch.last.flatten(0, 1)[used], draft_head, top_k), rows
+    used, rows = torch.unique(flat, return_inverse=True)
+    return make_teacher(batch.last.flatten(0, 1)[used], draft_head, top_k), rows.flatten()
 
 
 def _sequence_offsets(batch: BlockBatch) -> Tensor:

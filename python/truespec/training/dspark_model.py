@@ -141,8 +141,8 @@ class _Layer(nn.Module):
     ) -> Tensor:
         rows = self.input_layernorm(x)
         x = x + self.self_attn(rows, context, block_rope, context_rope, hidden_from)
-        x = x + self.mlp(self.post_attention_layernorm(x))
-        return x
+        out: Tensor = x + self.mlp(self.post_attention_layernorm(x))
+        return out
 
 
 class _Attention(nn.Module):
@@ -172,15 +172,19 @@ class _Attention(nn.Module):
         k = self._repeat(_rotate(self._heads(self.k_proj(context)), context_rope)).transpose(1, 2)
         v = self._repeat(self._heads(self.v_proj(context))).transpose(1, 2)  # [B, h, S, hd]
         flat = q.flatten(1, 2).transpose(1, 2)  # [B, h, A * G, hd]
-        scores = (flat @ k.transpose(-1, -2)).unflatten(2, (num_blocks, block_size))
+        scores = flat @ k.transpose(-1, -2)
+        scores = torch.unflatten(scores, 2, (num_blocks, block_size))
         scores = scores.masked_fill(hidden_from[:, None, :, None, :], float("-inf"))
         own = q.transpose(2, 3) @ k_block.permute(0, 1, 3, 4, 2)  # [B, A, h, G, G]
         both = torch.cat([scores, own.transpose(1, 2).to(scores.dtype)], dim=-1)
         weights = both.float().softmax(dim=-1).to(v.dtype)
         from_context = weights[..., : k.shape[2]].flatten(2, 3) @ v  # [B, h, A * G, hd]
         from_block = weights[..., k.shape[2] :].transpose(1, 2) @ v_block.transpose(2, 3)
-        out = from_context.unflatten(2, (num_blocks, block_size)) + from_block.transpose(1, 2)
-        return self.o_proj(out.permute(0, 2, 3, 1, 4).flatten(3))
+        out = torch.unflatten(from_context, 2, (num_blocks, block_size)) + from_block.transpose(
+            1, 2
+        )
+        mixed: Tensor = self.o_proj(out.permute(0, 2, 3, 1, 4).flatten(3))
+        return mixed
 
     def _heads(self, x: Tensor) -> Tensor:
         return x.view(*x.shape[:-1], -1, self.head_dim)
@@ -198,7 +202,8 @@ class _Mlp(nn.Module):
         self.down_proj = nn.Linear(dims.intermediate, dims.hidden, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+        out: Tensor = self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+        return out
 
 
 def _rotate(x: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:

@@ -27,7 +27,7 @@ def make_teacher(hidden: Tensor, head: Tensor, top_k: int) -> Teacher:
     """
     ids, probs = [], []
     buffer = torch.empty(CHUNK, head.shape[0])
-    for rows in hidden.split(CHUNK):
+    for rows in torch.split(hidden, CHUNK):
         logits = buffer[: rows.shape[0]].copy_(rows.to(head.dtype) @ head.T)
         top = logits.topk(min(top_k, head.shape[0]), dim=-1)
         largest = top.values[:, :1]
