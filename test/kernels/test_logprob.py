@@ -381,7 +381,7 @@ def _check_batch(
     for i, wish in enumerate(wishes):
         for j in range(is_valid.shape[1]):
             modes = wish.modes if wish is not None and is_valid[i, j] else ()
-            for m in range(output.num_modes):
+            for m in range(output.chosen.shape[0]):
                 if m >= len(modes):
                     assert math.isnan(host.chosen[m][i][j])
                     assert all(t == -1 for t in host.top_ids[m][i][j])
@@ -397,11 +397,11 @@ def _check_batch(
                 if modes[m] != "processed":
                     kept = torch.ones_like(kept)
                 values, order = _reference_row(x, kept, t or 1.0, [token, *wish.token_ids])
-                pad = output.a_max - len(wish.token_ids)
+                pad = output.asked.shape[3] - len(wish.token_ids)
                 _assert_close([host.chosen[m][i][j]], values[:1])
                 _assert_close(host.asked[m][i][j], values[1:] + [math.nan] * pad)
                 best = order[: wish.top_k]
-                pad = output.k_max - len(best)
+                pad = output.top_ids.shape[3] - len(best)
                 assert host.top_ids[m][i][j] == best + [-1] * pad
                 expected, _ = _reference_row(x, kept, t or 1.0, best)
                 _assert_close(host.top_values[m][i][j], expected + [math.nan] * pad)

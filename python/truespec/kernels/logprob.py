@@ -23,17 +23,17 @@ _WIDENED_SLOTS = 8  # bf16 and fp16 rows are widened so many at a time
 
 @dataclass(frozen=True, slots=True)
 class SlotQuestions:
-    """What is asked of S slots by bs requests.
+    """What is asked of S = bs * D slots, D for each of bs requests.
 
     Attributes:
-        token_ids, row_index, requests: [S] int64; token -1 marks an invalid slot.
+        token_ids, row_index: [bs, D] int64. num_tokens: [bs] int32, further slots are invalid.
         k: [bs] int32 best tokens per slot. modes: [bs, M] int8 mode codes.
         asked_ids: [num_asked] int64; cu_asked: [bs + 1] int32 their offsets.
     """
 
     token_ids: Tensor
     row_index: Tensor
-    requests: Tensor
+    num_tokens: Tensor
     k: Tensor
     modes: Tensor
     asked_ids: Tensor
@@ -78,7 +78,7 @@ def answer_slots(
 
     `logits` [num_rows, >= vocab_size] fp32/bf16/fp16 raw logits, not modified.
     """
-    num_slots = questions.token_ids.shape[0]
+    num_slots = questions.token_ids.numel()
     if edited is None:
         empty = logits.new_empty(0, dtype=torch.float32)
         edited = EditedRows(logits[:0], empty, empty, empty.to(torch.int64))
@@ -110,14 +110,15 @@ def _answer_numba(
 ) -> None:
     from .logprob_numba import logprob_slots
 
-    rows = questions.row_index.clamp_min(0)
+    rows = questions.row_index.reshape(-1)
     raw_flat, raw_stride, raw_rows = _flat(logits, rows, begin, end)
     edited_flat, edited_stride, edited_rows = _flat(edited.logits, rows, begin, end)
     # NOTE: always whole, contiguous arrays: another layout would compile the kernel again.
     args = (
         (raw_flat.numpy(), raw_stride),
         (edited_flat.numpy(), edited_stride),
-        _arrays(questions.token_ids, raw_rows, edited_rows, rows, questions.requests),
+        _arrays(questions.token_ids.reshape(-1), raw_rows, edited_rows, rows, questions.num_tokens),
+        questions.token_ids.shape[1],
         vocab_size,
     )
     rest = (
@@ -148,7 +149,7 @@ def _flat(logits: Tensor, rows: Tensor, begin: int, end: int) -> tuple[Tensor, i
         return torch.empty(0), 0, rows
     if _is_direct(logits):
         return *flat_fp32(logits), rows
-    return *flat_fp32(logits[rows[begin:end]]), torch.arange(rows.shape[0]) - begin
+    return *flat_fp32(logits[rows[begin:end].clamp_min(0)]), torch.arange(rows.shape[0]) - begin
 
 
 def _arrays(*tensors: Tensor) -> tuple[NDArray[np.generic], ...]:
@@ -165,28 +166,41 @@ def _answer_reference(
     end: int,
 ) -> None:
     part = slice(begin, end)
-    token_ids = questions.token_ids[part]
-    requests = questions.requests[part]
-    rows = questions.row_index[part].clamp_min(0)
-    modes = questions.modes[requests]  # [s, M]
-    is_asked = (token_ids >= 0) & (modes >= 0).any(-1)
+    width = questions.token_ids.shape[1]
+    slots = torch.arange(begin, end, device=logits.device)
+    requests = slots // width
+    token_ids = questions.token_ids.reshape(-1)[part].clamp_min(0)
+    rows = questions.row_index.reshape(-1)[part].clamp_min(0)
+    is_asked = slots % width < questions.num_tokens[requests]
+    is_asked &= (questions.modes[requests] >= 0).any(-1)
+    ask = _Ask(questions, requests, token_ids, is_asked)
     x = logits[rows, :vocab_size].to(torch.float32)
     stats = _Stats(x, torch.ones_like(x[:, 0]), torch.ones_like(x, dtype=torch.bool))
-    is_asked = is_asked & stats.is_valid
-    chosen_logit = x.gather(-1, token_ids.clamp_min(0).unsqueeze(-1))
+    is_asked &= stats.is_valid
+    chosen_logit = x.gather(-1, token_ids.unsqueeze(-1))
     answers.rank[part] = torch.where(is_asked, 1 + (x > chosen_logit).sum(-1), 0).to(torch.int32)
     answers.entropy[part] = torch.where(is_asked, stats.entropy, torch.nan)
-    _write_mode(stats, RAW, questions, answers, part, is_asked)
+    _write_mode(stats, RAW, ask, answers, part)
     if edited.logits.shape[0] == 0:
         return
     x = edited.logits[rows, :vocab_size].to(torch.float32)
     temperature = edited.temperature[rows]
     temperature = torch.where(temperature < MIN_TEMPERATURE, 1.0, temperature)
     everything = torch.ones_like(x, dtype=torch.bool)
-    _write_mode(_Stats(x, temperature, everything), TEMPERATURE, questions, answers, part, is_asked)
+    _write_mode(_Stats(x, temperature, everything), TEMPERATURE, ask, answers, part)
     ids = torch.arange(vocab_size, device=x.device)
     kept = is_kept(x, ids, edited.keep_threshold[rows, None], edited.tie_id[rows, None])
-    _write_mode(_Stats(x, temperature, kept), PROCESSED, questions, answers, part, is_asked)
+    _write_mode(_Stats(x, temperature, kept), PROCESSED, ask, answers, part)
+
+
+@dataclass(frozen=True, slots=True)
+class _Ask:
+    """A block of slots: request, token and whether anything is asked of each, [s]."""
+
+    questions: SlotQuestions
+    requests: Tensor
+    token_ids: Tensor
+    is_asked: Tensor
 
 
 class _Stats:
@@ -219,23 +233,16 @@ class _Stats:
         return torch.topk(codes, k, dim=-1, largest=False).values & 0xFFFFFFFF
 
 
-def _write_mode(
-    stats: _Stats,
-    mode: int,
-    questions: SlotQuestions,
-    answers: SlotAnswers,
-    part: slice,
-    is_asked: Tensor,
-) -> None:
+def _write_mode(stats: _Stats, mode: int, ask: _Ask, answers: SlotAnswers, part: slice) -> None:
     """Write the answers of one mode where a slot asks for it."""
-    requests = questions.requests[part]
-    is_mode = (questions.modes[requests] == mode) & is_asked[:, None]  # [s, M]
+    questions, requests = ask.questions, ask.requests
+    is_mode = (questions.modes[requests] == mode) & ask.is_asked[:, None]  # [s, M]
     where = is_mode.t()  # [M, s]
 
     def put(out: Tensor, values: Tensor, mask: Tensor) -> None:
         out[:, part] = torch.where(mask, values.to(out.dtype), out[:, part])
 
-    chosen = stats.logprobs(questions.token_ids[part].clamp_min(0)[:, None])[:, 0]
+    chosen = stats.logprobs(ask.token_ids[:, None])[:, 0]
     put(answers.chosen, chosen, where)
     k_max = answers.top_ids.shape[2]
     k_found = min(k_max, stats.x.shape[1])

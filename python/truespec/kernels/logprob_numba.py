@@ -33,13 +33,13 @@ _PROCESSED = 2
 
 
 @kernel
-def logprob_slots(raw, edited, slots, vocab, begin, end, ask, filters, out):  # type: ignore[no-untyped-def]
+def logprob_slots(raw, edited, slots, width, vocab, begin, end, ask, filters, out):  # type: ignore[no-untyped-def]
     """Answer slots begin .. end - 1.
 
     Args:
         raw, edited: (flat fp32, distance between rows).
-        slots: (token, raw row in `raw`, row in `edited`, row in `filters`, request) of each slot,
-            int64; token -1 is invalid.
+        slots: (token [S], row in `raw`, row in `edited`, row in `filters`, emitted tokens [bs]);
+            slot s is token s % width of request s // width.
         ask: (k [bs], asked ids, offsets [bs + 1], mode codes [bs, M]).
         filters: (temperature, keep threshold, tie id) by row.
         out: (chosen [M, S], top ids [M, S, K], top values, asked [M, S, A], rank [S],
@@ -51,9 +51,9 @@ def logprob_slots(raw, edited, slots, vocab, begin, end, ask, filters, out):  # 
     scratch = (np.empty(2 * k_max + BLOCK, np.int64), np.empty(blocks, np.int32))
     for s in range(begin, end):
         token = slots[0][s]
-        request = slots[4][s]
+        request = s // width
         highest_mode = _highest(ask[3][request])
-        if token < 0 or highest_mode < 0:
+        if s % width >= slots[4][request] or highest_mode < 0:
             continue
         row = _row(raw, slots[1][s], vocab)
         top_key = block_maxima(row, block_max)
@@ -87,7 +87,7 @@ def _row(rows, index, vocab):  # type: ignore[no-untyped-def]
 
 @kernel
 def _answer_raw(row, block_max, top, s, token, request, ask, out, scratch):  # type: ignore[no-untyped-def]
-    total, weighted = exp_sums(row, block_max, top, _ONE, MIN_KEY, -1)
+    total, weighted = exp_sums(row, block_max, top, _ONE, None, None)
     log_total = log_sum(total)
     out[4][s] = 1 + count_above(row, block_max, key_of(row[token]))
     out[5][s] = log_total - weighted / total
@@ -107,15 +107,13 @@ def _answer_edited(row, block_max, top, limits, s, token, request, ask, out, scr
     for m in range(modes.shape[0]):
         if modes[m] <= _RAW:
             continue
-        threshold = _NEG_INF
-        tie = np.int64(-1)
-        line = MIN_KEY
         if modes[m] == _PROCESSED and limits[1] > _NEG_INF:
-            threshold = limits[1]
-            tie = limits[2]
-            line = key_of(threshold)
-        total, _ = exp_sums(row, block_max, top, t, line, tie)
-        scale = (top, t, log_sum(total), threshold, tie)
+            last_kept = (limits[1], limits[2])
+            total, _ = exp_sums(row, block_max, top, t, key_of(limits[1]), np.int32(limits[2]))
+        else:
+            last_kept = (_NEG_INF, np.int64(-1))
+            total, _ = exp_sums(row, block_max, top, t, None, None)
+        scale = (top, t, log_sum(total), last_kept[0], last_kept[1])
         _write(row, scale, m, s, token, request, ask, out, scratch[0], found)
 
 

@@ -15,7 +15,7 @@ from .noise import MIN_EXP
 from .noise_numba import exp_fixed
 
 BLOCK = 128  # columns per block maximum
-LANES = 16  # accumulators of a block sum: one AVX-512 register
+_FP32_BLOCKS = 8  # blocks added in fp32 before they go into float64
 MIN_KEY = np.int32(-(2**31))
 INF_KEY = np.int32(0x7F800000)
 NEG_INF_KEY = np.int32(-0x7F800001)
@@ -99,63 +99,47 @@ def count_above(row, block_max, key):  # type: ignore[no-untyped-def]
 def exp_sums(row, block_max, top, temperature, line, tie):  # type: ignore[no-untyped-def]
     """Sum of exp(s) and of exp(s) * s over the kept columns, s = (x - top) / temperature <= 0.
 
-    Kept is key > line, or key == line and column <= tie; (MIN_KEY, -1) keeps all. Blocks are summed
-    in fp32 over LANES accumulators, and the blocks in float64, all in one order.
+    Kept is key > line, or key == line and column <= tie; a line of None keeps all (and compiles to
+    code without the test). One fixed order: lane j adds column j of each block in fp32, a few
+    blocks at a time; these go into float64 lanes, and the lanes are added in the end.
     """
     size = row.shape[0]
-    total = 0.0
-    weighted = 0.0
-    sums = np.empty((2, LANES), np.float32)
-    for b in range(num_blocks(size)):
-        if block_max[b] < line:
-            continue
+    blocks = num_blocks(size)
+    sums = np.zeros(BLOCK, np.float32)
+    weighted = np.zeros(BLOCK, np.float32)
+    wide_sums = np.zeros(BLOCK)
+    wide_weighted = np.zeros(BLOCK)
+    for b in range(blocks):
         start = b * BLOCK
-        if start + BLOCK <= size:
-            block = row[start : start + BLOCK]
-            _lane_sums(block, start, top, temperature, line, tie, sums)
-        else:
-            _tail_sums(row[start:], start, top, temperature, line, tie, sums)
-        for j in range(LANES):
-            total += sums[0, j]
-            weighted += sums[1, j]
-    return total, weighted
-
-
-@kernel
-def _lane_sums(block, start, top, temperature, line, tie, sums):  # type: ignore[no-untyped-def]
-    """Sums of one whole block: lane j adds columns j, j + LANES, ..."""
-    lanes = sums[0]
-    weighted = sums[1]
-    lanes[:] = _ZERO
-    weighted[:] = _ZERO
-    last_tie = np.int32(tie)
-    for i in range(0, BLOCK, LANES):
-        part = block[i : i + LANES]
-        first = np.int32(start + i)
-        for j in range(LANES):
-            x = part[j]
-            e, s = _term(x, np.int32(first + np.int32(j)), top, temperature, line, last_tie)
-            lanes[j] += e
-            weighted[j] += e * s
-
-
-@kernel
-def _tail_sums(block, start, top, temperature, line, tie, sums):  # type: ignore[no-untyped-def]
-    """The same for a last, shorter block."""
-    sums[:] = _ZERO
-    for j in range(block.shape[0]):
-        e, s = _term(block[j], np.int32(start + j), top, temperature, line, np.int32(tie))
-        sums[0, j % LANES] += e
-        sums[1, j % LANES] += e * s
+        block = row[start : min(size, start + BLOCK)]
+        if line is None or block_max[b] >= line:
+            for j in range(block.shape[0]):
+                e, s = _term(block[j], np.int32(start + j), top, temperature, line, tie)
+                sums[j] += e
+                weighted[j] += e * s
+        if b % _FP32_BLOCKS == _FP32_BLOCKS - 1 or b == blocks - 1:
+            for j in range(BLOCK):
+                wide_sums[j] += sums[j]
+                wide_weighted[j] += weighted[j]
+                sums[j] = _ZERO
+                weighted[j] = _ZERO
+    total = 0.0
+    total_weighted = 0.0
+    for j in range(BLOCK):
+        total += wide_sums[j]
+        total_weighted += wide_weighted[j]
+    return total, total_weighted
 
 
 @inline_kernel
 def _term(x, column, top, temperature, line, tie):  # type: ignore[no-untyped-def]
     # NOTE: the clamp keeps 0 * -inf out; exp(-87) vanishes beside the 1 of the largest token.
     s = max((x - top) / temperature, _MIN_EXP)
-    key = key_of(x)
-    is_kept = (key > line) | ((key == line) & (column <= tie))
-    return (exp_fixed(s) if is_kept else _ZERO), s
+    e = exp_fixed(s)
+    if line is not None:
+        key = key_of(x)
+        e = e if (key > line) | ((key == line) & (column <= tie)) else _ZERO
+    return e, s
 
 
 @kernel

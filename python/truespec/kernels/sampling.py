@@ -62,12 +62,7 @@ def choose_tokens(
     )
     if use_numba(device):
         for begin, end in row_blocks(logits, 16):
-            _choose_numba(
-                logits[begin:end],
-                vocab_size,
-                [r[begin:end] for r in rows],
-                [o[begin:end] for o in out],
-            )
+            _choose_numba(logits, vocab_size, rows, out, begin, end)
         return out
     step = max(1, _REFERENCE_ELEMENTS // max(1, vocab_size))
     for begin in range(0, num_rows, step):
@@ -123,19 +118,29 @@ def identity_ids(vocab_size: int) -> Tensor:
     return torch.arange(vocab_size, dtype=torch.int32)
 
 
-def _choose_numba(logits: Tensor, vocab_size: int, rows: list[Tensor], out: list[Tensor]) -> None:
+def _choose_numba(
+    logits: Tensor,
+    vocab_size: int,
+    rows: tuple[Tensor, ...],
+    out: tuple[Tensor, ...],
+    begin: int,
+    end: int,
+) -> None:
     from .sampling_numba import sample_rows
 
-    flat, stride = flat_fp32(logits)
+    is_whole = end - begin == logits.shape[0]
+    flat, stride = flat_fp32(logits if is_whole else logits[begin:end])
     flat_np = flat.numpy()
     ids = identity_ids(vocab_size).numpy()
     params = [r.contiguous().numpy() for r in rows]
     results = tuple(o.numpy() for o in out)
 
-    def run(begin: int, end: int) -> None:
-        sample_rows(flat_np, stride, begin, end, vocab_size, ids, *params, results)
+    def run(first: int, last: int) -> None:
+        sample_rows(
+            flat_np, stride, begin, begin + first, begin + last, vocab_size, ids, *params, results
+        )
 
-    run_row_ranges(run, logits.shape[0], vocab_size)
+    run_row_ranges(run, end - begin, vocab_size)
 
 
 def _num_kept(sorted_scaled: Tensor, top_k: Tensor, top_p: Tensor, log_min_p: Tensor) -> Tensor:

@@ -46,7 +46,7 @@ def draft_rows(  # type: ignore[no-untyped-def]
             low, high = row_keys(seed[i], position[i], np.uint64(domain))
             best = perturbed_argmax(row, token_ids, block_max, first, t, MIN_KEY, -1, low, high)
         top = value_of(top_key)
-        total, _ = exp_sums(row, block_max, top, t, MIN_KEY, -1)
+        total, _ = exp_sums(row, block_max, top, t, None, None)
         columns[i] = best
         logprobs[i] = (row[best] - top) / t - log_sum(total)
 
@@ -73,7 +73,7 @@ def top_k_draft_rows(flat, stride, vocab, token_ids, temperature, seed, position
             row = perturbed
             top_key = block_maxima(row, block_max)
         top = value_of(top_key)
-        total, _ = exp_sums(row, block_max, top, _ONE, MIN_KEY, -1)
+        total, _ = exp_sums(row, block_max, top, _ONE, None, None)
         found = best_codes(row, block_max, k, codes, scratch)
         for j in range(found):
             columns[i, j] = code_column(codes[j])

@@ -11,7 +11,7 @@ import math
 import numpy as np
 
 from .jit import kernel
-from .noise_numba import gumbel, mass_fixed, row_keys
+from .noise_numba import exp_fixed, gumbel, hash24, mass_fixed, row_keys
 from .row_scan import (
     BLOCK,
     MIN_KEY,
@@ -26,6 +26,8 @@ from .row_scan import (
 
 MIN_TEMPERATURE = np.float32(2.0**-126)
 _MAX_NOISE = np.float32(16.64)
+_MARGIN = np.float32(1e-3)
+_ONE = np.float32(1.0)
 _NUM_BUCKETS = 2048
 _RADIX = ((21, 2047), (10, 2047), (0, 1023))  # (shift, bucket mask), most significant first
 
@@ -34,6 +36,7 @@ _RADIX = ((21, 2047), (10, 2047), (0, 1023))  # (shift, bucket mask), most signi
 def sample_rows(  # type: ignore[no-untyped-def]
     flat,
     stride,
+    origin,
     begin,
     end,
     vocab,
@@ -46,9 +49,9 @@ def sample_rows(  # type: ignore[no-untyped-def]
     position,
     out,
 ):
-    """Rows begin .. end - 1 of `flat`, row i at i * stride. `out`: ids, failed, threshold, tie.
+    """Rows begin .. end - 1; row i is at (i - origin) * stride of `flat`.
 
-    `all_ids` [vocab] int32 counts up from 0.
+    `all_ids` [vocab] int32 counts up from 0. `out`: ids, failed, threshold, tie.
     """
     ids, failed, threshold, tie_id = out
     block_max = np.empty(num_blocks(vocab), np.int32)
@@ -61,7 +64,8 @@ def sample_rows(  # type: ignore[no-untyped-def]
     masses = np.empty(room, np.int64)
     hist = np.empty(_NUM_BUCKETS, np.int64)
     for i in range(begin, end):
-        row = flat[i * stride : i * stride + vocab]
+        at = np.int64(i - origin) * np.int64(stride)
+        row = flat[at : at + vocab]
         top_key = block_maxima(row, block_max)
         threshold[i] = -np.inf
         tie_id[i] = -1
@@ -113,6 +117,9 @@ def perturbed_argmax(row, token_ids, block_max, first, t, line, tie, low, high):
             continue
         start = b * BLOCK
         stop = min(size, start + BLOCK)
+        need = best_score - (value_of(block_top) - top) / t
+        if _is_hopeless(token_ids[start:stop], need, low, high):
+            continue
         part = (row[start:stop], token_ids[start:stop])
         block_best = _score_block(part, start, top, t, line, tie, low, high, scores)
         if block_best < best_key or (block_best == best_key and start > best):
@@ -125,6 +132,21 @@ def perturbed_argmax(row, token_ids, block_max, first, t, line, tie, low, high):
             best_key = block_best
             best_score = value_of(block_best)
     return best
+
+
+@kernel
+def _is_hopeless(token_ids, need, low, high):  # type: ignore[no-untyped-def]
+    """True only if no noise of the block exceeds `need`: hashes are cheap, their logarithms not.
+
+    Noise above n needs u > exp(-exp(-n)) >= 1 - exp(-n). The margins outweigh all fp32 rounding.
+    """
+    if need < _ONE:
+        return False
+    largest = np.uint32(0)
+    for j in range(token_ids.shape[0]):
+        largest = max(largest, hash24(low, high, np.uint32(token_ids[j])))
+    rest = np.float64(exp_fixed(_MARGIN - need)) * 1.00001
+    return np.float64(largest) + 1.0 <= 2.0**24 * (1.0 - rest)
 
 
 @kernel

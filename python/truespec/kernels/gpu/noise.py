@@ -89,8 +89,8 @@ def _mix32(x):  # type: ignore[no-untyped-def]
     return x ^ (x >> 16)
 
 
-@triton.jit
-def _gumbel_kernel(seeds, positions, token_ids, out, size, domain, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def,untyped-decorator]
+@triton.jit  # type: ignore[untyped-decorator]  # BLOCK alone has a type
+def _gumbel_kernel(seeds, positions, token_ids, out, size, domain, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     is_inside = columns < size

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -73,75 +74,39 @@ class HostLogprobs(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class LogprobOutput:
-    """Answers in one buffer, so that they leave the device in one copy.
+    """Answers, all in one buffer so that they leave the device in one copy.
 
     Attributes:
-        buffer: [size] int32; floats are kept as their bits.
-        num_modes, batch_size, num_slots, k_max, a_max: M, bs, D, K, A of the shapes below.
+        buffer: [size] int32 behind all others; floats are kept as their bits.
+        chosen: [M, bs, D] fp32 logprob of the emitted token; nan where filtered or invalid.
+        top_ids: [M, bs, D, K] int32 best kept tokens, best first, ties to the lowest id; -1 pads.
+        top_values: [M, bs, D, K] fp32 their logprobs; nan pads.
+        asked: [M, bs, D, A] fp32 of the asked ids in their order; nan where filtered or none.
+        rank: [bs, D] int32, 1 + tokens with a higher raw logit; 0 where nothing is asked.
+        entropy: [bs, D] fp32 of the raw distribution in nats; nan where nothing is asked.
     """
 
     buffer: Tensor
-    num_modes: int
-    batch_size: int
-    num_slots: int
-    k_max: int
-    a_max: int
-
-    @property
-    def chosen(self) -> Tensor:
-        """[M, bs, D] fp32 logprob of the emitted token, nan where filtered or invalid."""
-        return self._part(0).view(torch.float32)
-
-    @property
-    def top_ids(self) -> Tensor:
-        """[M, bs, D, K] int32 best kept tokens, best first, ties to the lowest id; -1 pads."""
-        return self._part(1)
-
-    @property
-    def top_values(self) -> Tensor:
-        """[M, bs, D, K] fp32 their logprobs; nan pads."""
-        return self._part(2).view(torch.float32)
-
-    @property
-    def asked(self) -> Tensor:
-        """[M, bs, D, A] fp32 of the asked ids in their order; nan where filtered or none."""
-        return self._part(3).view(torch.float32)
-
-    @property
-    def rank(self) -> Tensor:
-        """[bs, D] int32, 1 + tokens with a higher raw logit; 0 where invalid or nothing asked."""
-        return self._part(4)
-
-    @property
-    def entropy(self) -> Tensor:
-        """[bs, D] fp32 of the raw distribution in nats; nan where invalid or nothing asked."""
-        return self._part(5).view(torch.float32)
+    chosen: Tensor
+    top_ids: Tensor
+    top_values: Tensor
+    asked: Tensor
+    rank: Tensor
+    entropy: Tensor
 
     def to_host(self) -> HostLogprobs:
         """Everything as Python lists, after one device-to-host copy."""
-        host = LogprobOutput(
-            self.buffer.cpu(),
-            self.num_modes,
-            self.batch_size,
-            self.num_slots,
-            self.k_max,
-            self.a_max,
-        )
-        return HostLogprobs(
-            host.chosen.tolist(),
-            host.top_ids.tolist(),
-            host.top_values.tolist(),
-            host.asked.tolist(),
-            host.rank.tolist(),
-            host.entropy.tolist(),
-        )
-
-    def _part(self, index: int) -> Tensor:
-        slots = (self.batch_size, self.num_slots)
-        shapes = _shapes(self.num_modes, slots, self.k_max, self.a_max)
-        sizes = [torch.Size(shape).numel() for shape in shapes]
-        start = sum(sizes[:index])
-        return self.buffer[start : start + sizes[index]].view(shapes[index])
+        names = ("chosen", "top_ids", "top_values", "asked", "rank", "entropy")
+        parts = [getattr(self, name) for name in names]
+        host = self.buffer.cpu().numpy()
+        ends = np.cumsum([part.numel() for part in parts])[:-1]
+        lists = [
+            flat.view(np.float32 if part.is_floating_point() else np.int32)
+            .reshape(part.shape)
+            .tolist()
+            for flat, part in zip(np.split(host, ends), parts, strict=True)
+        ]
+        return HostLogprobs(*lists)
 
 
 def logprob_spec(
@@ -200,14 +165,10 @@ def compute_spec_v2_logprobs(
     assert logits.shape[1] >= vocab_size, f"{logits.shape[1]} columns, vocabulary {vocab_size}"
     assert processed is not None or not spec.needs_processed, "processed rows are needed"
     output = _empty_output(batch_size, num_slots, spec, logits.device)
-    device = logits.device
-    slot = torch.arange(num_slots, device=device)
-    is_valid = slot < num_tokens[:, None]
-    requests = torch.arange(batch_size, device=device).repeat_interleave(num_slots)
     questions = SlotQuestions(
-        token_ids=torch.where(is_valid, verdict_token_ids, -1).view(-1),
-        row_index=row_index.reshape(-1),
-        requests=requests,
+        token_ids=verdict_token_ids,
+        row_index=row_index,
+        num_tokens=num_tokens,
         k=spec.k,
         modes=spec.modes,
         asked_ids=spec.asked_ids,
@@ -230,26 +191,26 @@ def _mode_codes(params: LogprobParams | None, prompt: bool) -> list[int]:
     return [LOGPROB_MODES.index(mode) for mode in params.modes]
 
 
-def _shapes(
-    num_modes: int, slots: tuple[int, ...], k_max: int, a_max: int
-) -> tuple[tuple[int, ...], ...]:
-    """Shapes of chosen, top ids, top values, asked, rank, entropy."""
-    by_mode = (num_modes, *slots)
-    return (by_mode, (*by_mode, k_max), (*by_mode, k_max), (*by_mode, a_max), slots, slots)
-
-
 def _empty_output(
-    batch_size: int, num_slots: int, spec: LogprobSpec, device: torch.device
+    batch_size: int, width: int, spec: LogprobSpec, device: torch.device
 ) -> LogprobOutput:
     """All fillers: nan, rank 0, id -1."""
-    num_modes = spec.modes.shape[1]
-    shapes = _shapes(num_modes, (batch_size, num_slots), spec.k_max, spec.a_max)
-    size = sum(torch.Size(shape).numel() for shape in shapes)
-    buffer = torch.full((size,), torch.nan, device=device).view(torch.int32)
-    output = LogprobOutput(buffer, num_modes, batch_size, num_slots, spec.k_max, spec.a_max)
-    output.top_ids.fill_(-1)
-    output.rank.fill_(0)
-    return output
+    num_modes, k_max, a_max = spec.modes.shape[1], spec.k_max, spec.a_max
+    slots = batch_size * width
+    values = num_modes * slots
+    sizes = [values, values * k_max, values * k_max, values * a_max, slots, slots]
+    buffer = torch.full((sum(sizes),), torch.nan, device=device)
+    chosen, top_ids, top_values, asked, rank, entropy = buffer.split(sizes)
+    shape = (num_modes, batch_size, width)
+    return LogprobOutput(
+        buffer=buffer.view(torch.int32),
+        chosen=chosen.view(shape),
+        top_ids=top_ids.view(torch.int32).fill_(-1).view(*shape, k_max),
+        top_values=top_values.view(*shape, k_max),
+        asked=asked.view(*shape, a_max),
+        rank=rank.view(torch.int32).fill_(0).view(shape[1:]),
+        entropy=entropy.view(shape[1:]),
+    )
 
 
 def _answers(output: LogprobOutput) -> SlotAnswers:
