@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from tiny import tiny_model
+from tiny_tokens import TINY_TOKENS
 from truespec import env
 from truespec.config import Algorithm, EngineConfig
 from truespec.core import Finish, TokenRecord
@@ -169,7 +170,7 @@ def make_engine(family: str, config: EngineConfig) -> Engine:
     model = target(family)
     path = config.speculative_draft_model_path
     plan = worker_class(config).plan(config, model, None if path is None else Path(path))
-    worker, resolved = build_from_plan(config, model, plan)
+    worker, resolved = build_from_plan(config, model, plan, load_tokens=lambda: TINY_TOKENS)
     return Engine(worker, resolved)
 
 

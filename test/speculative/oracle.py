@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 from harness import VOCAB_SIZE, Engine, Job, engine_config, plain, target
 
+from tiny_tokens import TINY_TOKENS
 from truespec.batch import Batch, ReqChunk
 from truespec.config import EngineConfig
 from truespec.models.llama import CausalLM
@@ -140,7 +141,9 @@ def oracle_engine(
         num_drafts=num_drafts,
         num_draft_slots=num_drafts,
     )
-    worker, resolved = build_from_plan(config or engine_config(), target(family), plan)
+    worker, resolved = build_from_plan(
+        config or engine_config(), target(family), plan, load_tokens=lambda: TINY_TOKENS
+    )
     return Engine(worker, resolved)
 
 
