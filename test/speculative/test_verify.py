@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from truespec.kernels.rows import has_numba
 from truespec.layers.logits_process import RowEdits, edit_logits, path_edits, request_edits
 from truespec.layers.sampler import (
     SampledRows,
@@ -116,12 +117,14 @@ def test_random_trees_equal_a_walk_by_hand(seed: int, batch_size: int, bushiness
         cu_rows.append(len(tokens))
     failed = [rng.random() < 0.08 for _ in tokens]
     choices = [-1 if f else rng.randint(0, 1) for f in failed]
-    verdict = verify(_draft(tokens, parents, cu_rows), _sampled(choices, failed))
-    for request, (emitted, rows, has_failed) in enumerate(
-        _walk(tokens, parents, cu_rows, choices, failed)
-    ):
-        assert _emitted(verdict, request) == (emitted, rows)
-        assert bool(verdict.failed[request]) == has_failed
+    expected = _walk(tokens, parents, cu_rows, choices, failed)
+    for kernels in ("torch", "numba") if has_numba() else ("torch",):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("TRUESPEC_CPU_KERNELS", kernels)
+            verdict = verify(_draft(tokens, parents, cu_rows), _sampled(choices, failed))
+        for request, (emitted, rows, has_failed) in enumerate(expected):
+            assert _emitted(verdict, request) == (emitted, rows)
+            assert bool(verdict.failed[request]) == has_failed
 
 
 def test_of_equal_siblings_the_lowest_row_goes_on() -> None:

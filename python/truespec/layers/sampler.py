@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -68,23 +69,19 @@ def sampling_rows(
         positions: [sum(num_rows)] integer absolute position of the token each row chooses.
     """
     device = positions.device
-    # One transfer for all requests: five numbers each in fp64, and the seed apart (64 bits).
-    table = torch.tensor(
-        [(p.temperature, p.top_k, p.top_p, p.min_p) for p in params], dtype=torch.float64
-    ).view(-1, 4)
-    seeds = torch.tensor([_seed(p) for p in params], dtype=torch.int64)
+    table = np.array([(p.temperature, p.top_k, p.top_p, p.min_p) for p in params]).reshape(-1, 4)
+    seeds = np.array([_seed(p) for p in params], dtype=np.int64)
     if max(num_rows, default=1) > 1:
-        repeats = torch.tensor(num_rows, dtype=torch.int64)
-        table = table.repeat_interleave(repeats, dim=0)
-        seeds = seeds.repeat_interleave(repeats)
-    table = table.to(device)
-    temperature, top_k, top_p, min_p = table.t().contiguous()
+        table = table.repeat(num_rows, axis=0)
+        seeds = seeds.repeat(num_rows)
+    columns = torch.from_numpy(np.ascontiguousarray(table.T)).to(device)  # one transfer
+    temperature, top_k, top_p, min_p = columns.unbind()
     return SamplingRows(
         temperature=temperature.to(torch.float32),
         top_k=top_k.to(torch.int32),
         top_p=top_p,
         min_p=min_p,
-        seed=seeds.to(device),
+        seed=torch.from_numpy(seeds).to(device),
         position=positions.to(torch.int64),
     )
 

@@ -21,11 +21,11 @@ from truespec.kernels.logprob import (
     answer_slots,
 )
 from truespec.kernels.noise import DOMAIN_ACCEPT, DOMAIN_RESIDUAL, hash24
+from truespec.kernels.paths import pack_paths
 from truespec.kernels.sampling import MIN_TEMPERATURE, is_kept
 from truespec.layers.sampler import SampledRows, SamplingRows
 
 from .contract import Draft, Verdict
-from .verify import emit_rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,7 +130,7 @@ def _emit(
         rejected = last + 1 if last + 1 < end else None
         token_ids[last] = _final_token(draft, edited, sampled, last, rejected, coins, vocab_size)
     max_rows = max(end - begin for begin, end in pairwise(cu_rows))
-    return emit_rows(draft.cu_rows, is_path, token_ids, sampled.failed, max_rows)
+    return Verdict(*pack_paths(draft.cu_rows, is_path, token_ids, sampled.failed, max_rows))
 
 
 def _final_token(

@@ -200,7 +200,7 @@ def _empty_output(
     values = num_modes * slots
     sizes = [values, values * k_max, values * k_max, values * a_max, slots, slots]
     buffer = torch.full((sum(sizes),), torch.nan, device=device)
-    chosen, top_ids, top_values, asked, rank, entropy = buffer.split(sizes)
+    chosen, top_ids, top_values, asked, rank, entropy = buffer.split_with_sizes(sizes)
     shape = (num_modes, batch_size, width)
     return LogprobOutput(
         buffer=buffer.view(torch.int32),
