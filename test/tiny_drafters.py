@@ -166,3 +166,106 @@ def dflash(directory: Path, *, block_size: int = 6, seed: int = 0, **fields: Opt
         "dflash_config": {"mask_token_id": 47, "target_layer_ids": [0, 1]},
     }
     return write(directory, block_tensors(2, 2), config | fields)
+
+
+def eagle3(
+    directory: Path,
+    *,
+    num_layers: int = 1,
+    num_taps: int = 3,
+    draft_vocab: int | None = 40,
+    first_layer: str = "midlayer",
+    qk_norm: bool = False,
+    qkv_bias: bool = False,
+    tap_norms: str | None = None,
+    norm_before_fc: bool = False,
+    seed: int = 0,
+    **fields: Option,
+) -> Path:
+    """An EAGLE-3 head as SpecForge writes it, with the variants that are around."""
+    torch.manual_seed(seed)
+    size = draft_vocab or VOCAB
+    tensors = {
+        "fc.weight": matrix(HIDDEN, num_taps * HIDDEN),
+        "norm.weight": norm(),
+        "lm_head.weight": 3 * matrix(size, HIDDEN),
+    }
+    for index in range(num_layers):
+        prefix = f"layers.{index}." if index else f"{first_layer}."
+        wide = HIDDEN if index else 2 * HIDDEN
+        tensors |= layer(prefix, attention_input=wide, qk_norm=qk_norm, qkv_bias=qkv_bias)
+    tensors[f"{first_layer}.hidden_norm.weight"] = norm()
+    if draft_vocab is not None:
+        tensors |= draft_vocabulary(draft_vocab)
+    if tap_norms is not None:
+        names = ("low", "mid", "high") if tap_norms == "aux_norm" else range(num_taps)
+        for name in names:
+            dot = "_" if tap_norms == "aux_norm" else "."
+            tensors[f"{tap_norms}{dot}{name}.weight"] = norm()
+    if norm_before_fc:
+        tensors["input_norm.weight"] = norm(num_taps * HIDDEN)
+    config = LAYER_FIELDS | {
+        "architectures": ["LlamaForCausalLMEagle3"],
+        "num_hidden_layers": num_layers,
+        "draft_vocab_size": draft_vocab,
+        "eagle_config": {
+            "eagle_aux_hidden_state_layer_ids": list(range(-1, num_taps - 1)),
+            "use_aux_hidden_state": True,
+        },
+    }
+    return write(directory, tensors, config | fields)
+
+
+def eagle1(directory: Path, *, bias: bool = True, seed: int = 0, **fields: Option) -> Path:
+    """An EAGLE-1/2 head."""
+    torch.manual_seed(seed)
+    tensors = layer("layers.0.")
+    del tensors["layers.0.input_layernorm.weight"]
+    tensors["fc.weight"] = matrix(HIDDEN, 2 * HIDDEN)
+    if bias:
+        tensors["fc.bias"] = 0.2 * torch.randn(HIDDEN)
+    config = LAYER_FIELDS | {"architectures": ["LlamaForCausalLMEagle"], "num_hidden_layers": 1}
+    return write(directory, tensors, config | fields)
+
+
+MTP_NAMES = {
+    # prefix, join, norms of embedding and hidden, final norm, prefix of the block
+    "mimo": (
+        "model.mtp_layers.{}.",
+        "input_proj",
+        ("token_layernorm", "hidden_layernorm"),
+        "final_layernorm",
+        "",
+    ),
+    "mimo_v2": ("model.mtp.layers.{}.", "eh_proj", ("enorm", "hnorm"), "final_layernorm", ""),
+    "step": ("model.layers.{}.", "eh_proj", ("enorm", "hnorm"), "shared_head.norm", "transformer."),
+    "deepseek": ("model.layers.{}.", "eh_proj", ("enorm", "hnorm"), "shared_head.norm", ""),
+}
+
+
+def mtp(
+    directory: Path, family: str, *, num_heads: int = 1, seed: int = 0, **fields: Option
+) -> Path:
+    """MTP heads under the names of "mimo", "mimo_v2", "step" or "deepseek"."""
+    torch.manual_seed(seed)
+    prefix, join, norms, final, block = MTP_NAMES[family]
+    tensors: dict[str, Tensor] = {}
+    for index in range(num_heads):
+        own = {f"{join}.weight": matrix(HIDDEN, 2 * HIDDEN), f"{final}.weight": norm()}
+        own |= {f"{name}.weight": norm() for name in norms}
+        own |= layer(block, qkv_bias=family == "mimo")
+        if family == "step":
+            own = {n: t - 1 if "norm" in n else t for n, t in own.items()}
+            own["shared_head.output.weight"] = 3 * matrix(VOCAB, HIDDEN)
+        if family == "deepseek":
+            own["embed_tokens.weight"] = matrix(VOCAB, HIDDEN)
+            own["shared_head.head.weight"] = 3 * matrix(VOCAB, HIDDEN)
+        if family == "mimo_v2":
+            own["pre_mlp_layernorm.weight"] = own.pop("post_attention_layernorm.weight")
+        number = index + (TARGET_LAYERS if family in ("step", "deepseek") else 0)
+        tensors |= {prefix.format(number) + name: tensor for name, tensor in own.items()}
+    config = LAYER_FIELDS | {
+        "num_hidden_layers": TARGET_LAYERS,
+        "num_nextn_predict_layers": num_heads,
+    }
+    return write(directory, tensors, config | fields)

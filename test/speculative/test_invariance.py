@@ -10,6 +10,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -120,6 +121,30 @@ DRAFTERS: dict[str, tuple[Algorithm, Callable[[Path], Path] | None, dict[str, Op
     "dspark threshold": ("DSPARK", tiny_drafters.dspark, {"dspark_confidence_threshold": 0.4}),
     "dspark short": ("DSPARK", tiny_drafters.dspark, {"dspark_block_size": 3}),
     "dflash": ("DFLASH", tiny_drafters.dflash, {}),
+    "eagle3 chain": ("EAGLE3", tiny_drafters.eagle3, {"num_steps": 4}),
+    "eagle3 tree 2x2": ("EAGLE3", tiny_drafters.eagle3, {"num_steps": 2, "eagle_topk": 2}),
+    "eagle3 tree 4x4": (
+        "EAGLE3",
+        tiny_drafters.eagle3,
+        {"num_steps": 4, "eagle_topk": 4, "num_draft_tokens": 17},
+    ),
+    "eagle3 tree 7x4 of 8": (
+        "EAGLE3",
+        tiny_drafters.eagle3,
+        {"num_steps": 7, "eagle_topk": 4, "num_draft_tokens": 8},
+    ),
+    "eagle chain": ("EAGLE", tiny_drafters.eagle1, {"num_steps": 3}),
+    "multi-layer chained": (
+        "EAGLE",
+        partial(tiny_drafters.mtp, family="step", num_heads=3),
+        {"enable_multi_layer_eagle": True},
+    ),
+    "multi-layer not chained": (
+        "NEXTN",
+        partial(tiny_drafters.mtp, family="mimo_v2", num_heads=4),
+        {"enable_multi_layer_eagle": True},
+    ),
+    "nextn": ("NEXTN", partial(tiny_drafters.mtp, family="mimo"), {"num_steps": 3}),
 }
 
 

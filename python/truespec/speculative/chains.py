@@ -57,16 +57,10 @@ class DraftSampler:
     target_ids: Tensor | None
     own_stream: bool
 
-    def rows(self, chunks: list[ReqChunk], num_rows: int = 1) -> SamplingRows:
-        """Parameters of the first draft after each chunk's last known token.
-
-        Args:
-            num_rows: rows per chunk, for as many positions in a row.
-        """
+    def rows(self, chunks: list[ReqChunk]) -> SamplingRows:
+        """Parameters of the first draft after each chunk's last known token."""
         first = torch.tensor([chunk.req.num_tokens for chunk in chunks])
-        positions = (first.unsqueeze(1) + torch.arange(num_rows)).flatten()
-        params = [chunk.req.params for chunk in chunks]
-        return sampling_rows(params, [num_rows] * len(chunks), positions)
+        return sampling_rows([chunk.req.params for chunk in chunks], [1] * len(chunks), first)
 
     def choose(self, logits: Tensor, rows: SamplingRows, step: int = 0) -> DraftStep:
         """A draft per row of [n, DV] fp32 draft logits, `step` positions after those of `rows`."""

@@ -27,7 +27,9 @@ from truespec.models.loader import load_model
 from truespec.speculative.base import EngineParts, SpecWorker, WorkerPlan
 from truespec.speculative.dflash_worker_v2 import DFlashWorker
 from truespec.speculative.dspark_worker_v2 import DSparkWorker
+from truespec.speculative.eagle_worker_v2 import EagleWorker
 from truespec.speculative.grammars import Grammars
+from truespec.speculative.multi_layer_eagle_worker_v2 import MultiLayerEagleWorker
 from truespec.speculative.ngram_worker import NgramWorker
 from truespec.speculative.plain_worker import PlainWorker
 from truespec.speculative.profile import measure_costs
@@ -37,6 +39,9 @@ WORKERS: dict[str, type[SpecWorker]] = {
     "NGRAM": NgramWorker,
     "DSPARK": DSparkWorker,
     "DFLASH": DFlashWorker,
+    "EAGLE": EagleWorker,
+    "EAGLE3": EagleWorker,
+    "NEXTN": EagleWorker,
 }
 
 COMMON = {"speculative_algorithm", "speculative_draft_model_path", "speculative_adaptive"}
@@ -103,9 +108,12 @@ def worker_class(config: EngineConfig) -> type[SpecWorker]:
     Raises ValueError for a speculative option that it does not read.
     """
     chosen = WORKERS[config.speculative_algorithm]
+    if config.enable_multi_layer_eagle and config.speculative_algorithm in ("EAGLE", "NEXTN"):
+        chosen = MultiLayerEagleWorker
     for option in options(EngineConfig):
         is_set = getattr(config, option.name) != option.default
-        if is_set and "speculative" in option.name and option.name not in chosen.options | COMMON:
+        is_speculative = "speculative" in option.name or "eagle" in option.name
+        if is_set and is_speculative and option.name not in chosen.options | COMMON:
             flag = option.name.replace("_", "-")
             raise ValueError(f"--{flag} has no effect with {config.speculative_algorithm}")
     return chosen

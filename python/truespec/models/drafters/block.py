@@ -84,9 +84,7 @@ class BlockDrafter:
         return self.target.kernels.rms_norm(x, weight, self.config.layer.rms_norm_eps)
 
 
-def load_block_drafter(
-    path: Path, target: CausalLM, block_size: int | None = None
-) -> BlockDrafter:
+def load_block_drafter(path: Path, target: CausalLM, block_size: int | None = None) -> BlockDrafter:
     """Read a DSpark or DFlash checkpoint for `target`.
 
     Args:

@@ -7,7 +7,12 @@ from dataclasses import dataclass
 from typing import Literal
 
 from truespec.models.config import ModelConfig
-from truespec.models.drafters.checkpoint import layer_config, refuse, target_layers
+from truespec.models.drafters.checkpoint import (
+    layer_config,
+    refuse,
+    refuse_windows,
+    target_layers,
+)
 from truespec.models.fields import Fields
 
 MarkovType = Literal["vanilla", "gated", "rnn"]
@@ -95,9 +100,7 @@ def _refuse(fields: Fields) -> None:
     refuse(fields, REFUSED)
     if fields.get("projector_type") not in PROJECTORS:
         raise fields.error("projector_type", "dspark or dflash")
-    layer_types = fields.get("layer_types")
-    if isinstance(layer_types, list) and any(t != "full_attention" for t in layer_types):
-        raise fields.error("layer_types", "full_attention only")
+    refuse_windows(fields)
 
 
 def _skips_first_row(fields: Fields, *, has_markov: bool) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -12,6 +13,8 @@ from truespec.models.checkpoint import SafetensorsCheckpoint, StoredTensor
 from truespec.models.config import ModelConfig
 from truespec.models.fields import CheckpointError, Fields
 from truespec.models.rope_config import read_rope
+
+logger = logging.getLogger(__name__)
 
 TABLES = (
     "text_config",
@@ -42,6 +45,16 @@ class DrafterCheckpoint(SafetensorsCheckpoint):
     def has(self, name: str) -> bool:
         return name in self._stored
 
+    @property
+    def own_names(self) -> set[str]:
+        """All tensors, under this project's names."""
+        return set(self._stored)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Of a stored tensor, without reading it."""
+        stored = self._stored[name]
+        return tuple(self._handles[self._files[stored]].get_slice(stored).get_shape())
+
     def integers(self, name: str, size: int) -> Tensor:
         """[size] int64, read as it is."""
         stored = self._stored[name]
@@ -58,10 +71,15 @@ class DrafterCheckpoint(SafetensorsCheckpoint):
         return self._stored.get(name, name)
 
     def _names(self) -> set[str]:
-        return set(self._stored)
+        return self.own_names
 
     def _load(self, name: str) -> StoredTensor:
         return super()._load(self._stored[name])
+
+
+def tensor_names(path: Path) -> set[str]:
+    """Names of all stored tensors of a directory."""
+    return DrafterCheckpoint(path, lambda stored: stored).own_names
 
 
 def read_fields(path: Path) -> Fields:
@@ -166,7 +184,23 @@ def target_layers(
             f"{fields.source}: {name} is {fields.get(name)}, expected ascending layers of a "
             f"target with {target.num_layers} layers"
         )
+    logger.info(
+        "%s: %s is %s: captures the outputs of target layers %s (-1: the embedding)",
+        fields.source,
+        name,
+        fields.get(name),
+        list(ids),
+    )
     return ids
+
+
+def refuse_windows(fields: Fields) -> None:
+    """Raise for layers that attend to a window only."""
+    layer_types = fields.get("layer_types")
+    if isinstance(layer_types, list) and any(t != "full_attention" for t in layer_types):
+        raise fields.error("layer_types", "full_attention only")
+    if fields.get("use_sliding_window") and fields.get("sliding_window"):
+        raise fields.error("sliding_window", "null (attention windows are not built)")
 
 
 def refuse(fields: Fields, names: tuple[str, ...]) -> None:

@@ -1,0 +1,162 @@
+"""What workers share whose draft KV at position i is built from tokens after i.
+
+Knows which rows of a step can fill draft KV and with which tokens; knows no way of drafting.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from truespec.batch import ReqChunk
+from truespec.core import Req
+from truespec.kernels.api import AttentionRows, KVBuffers
+from truespec.speculative.base import EngineParts, SpecWorker, StepState, WorkerPlan
+from truespec.speculative.chains import DraftSampler
+
+Ints = NDArray[np.int64]
+
+
+class Carried(NamedTuple):
+    """Hidden states of a request's last positions, kept between steps.
+
+    Attributes:
+        end: the position after the last of them.
+        hidden: [m, H] fp32.
+    """
+
+    end: int
+    hidden: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Window:
+    """Rows of a step in order, with all tokens that are known after it.
+
+    Attributes:
+        reqs: one per chunk.
+        row_to_req: [n] index into `reqs`. positions: [n].
+        hidden: [n, H] fp32 what the drafter reads at these positions.
+        tokens: per request, its known tokens from its first row's position on.
+        firsts: [bs] position of each first known token in `tokens`.
+    """
+
+    reqs: list[Req]
+    row_to_req: Ints
+    positions: Ints
+    hidden: Tensor
+    tokens: list[list[int]]
+    firsts: Ints
+
+    def known(self, ahead: int) -> Ints:
+        """Rows whose token `ahead` positions later is known, ascending."""
+        ends = self.firsts + np.array([len(ids) for ids in self.tokens])
+        return np.flatnonzero(self.positions + ahead < ends[self.row_to_req])
+
+    def token_ids(self, rows: Ints, ahead: int) -> Tensor:
+        """[len(rows)] int64 tokens `ahead` positions after the rows."""
+        flat = np.fromiter((i for ids in self.tokens for i in ids), dtype=np.int64)
+        lengths = np.array([len(ids) for ids in self.tokens])
+        offsets = np.cumsum(lengths) - lengths - self.firsts
+        return torch.from_numpy(flat[offsets[self.row_to_req[rows]] + self.positions[rows] + ahead])
+
+    def last_rows(self, rows: Ints) -> dict[str, int]:
+        """Place in `rows` of each request's last one, by request id."""
+        return {self.reqs[req].rid: place for place, req in enumerate(self.row_to_req[rows])}
+
+
+class EagleBase(SpecWorker):
+    """Carries hidden states of the last positions from step to step, by request."""
+
+    options = frozenset({"speculative_num_steps", "speculative_num_draft_tokens"})
+
+    def __init__(
+        self, parts: EngineParts, plan: WorkerPlan, target_ids: Tensor | None = None
+    ) -> None:
+        super().__init__(parts, plan)
+        self.sampler = DraftSampler(self.info.vocab_size, target_ids, self.is_rejection)
+        self.carried: dict[str, Carried] = {}
+
+    def forget(self, req: Req) -> None:
+        super().forget(req)
+        self.carried.pop(req.rid, None)
+
+    def carried_of(self, chunk: ReqChunk) -> Tensor:
+        """[m, H] states of the positions before a decoding chunk's root."""
+        kept = self.carried[chunk.req.rid]
+        assert kept.end == chunk.start, f"states up to {kept.end}, the root is at {chunk.start}"
+        return kept.hidden
+
+    def window(self, state: StepState, hidden: Tensor, num_before: int) -> Window:
+        """The committed rows of a step, behind up to `num_before` carried ones of each request.
+
+        Args:
+            hidden: [n, H] of the committed rows.
+        """
+        chunks, done = state.batch.chunks, state.committed
+        counts = torch.bincount(done.row_to_req, minlength=len(chunks)).tolist()
+        parts, starts, tokens = [], [], []
+        emitted = _emitted(state)
+        for chunk, own, ids in zip(chunks, torch.split(hidden, counts), emitted, strict=True):
+            before = self._before(chunk, num_before)
+            parts += [before, own] if before is not None else [own]
+            starts.append(chunk.start - (0 if before is None else len(before)))
+            tokens.append(known_from(chunk.req, starts[-1]) + ids)
+        firsts = np.array(starts)
+        lengths = np.array([c.start for c in chunks]) - firsts + np.array(counts)
+        return make_window([c.req for c in chunks], firsts, lengths, torch.cat(parts), tokens)
+
+    def causal_rows(self, reqs: list[Req], row_to_req: Ints, positions: Ints) -> AttentionRows:
+        """Rows at their own positions, each seeing all before it."""
+        slots, page_table = self.cache.slots(reqs, row_to_req, positions)
+        return AttentionRows(
+            positions=torch.from_numpy(positions.astype(np.int32)),
+            row_to_req=torch.from_numpy(row_to_req.astype(np.int32)),
+            out_slots=torch.from_numpy(slots),
+            page_table=torch.from_numpy(page_table),
+            kv_lens=torch.from_numpy((positions + 1).astype(np.int32)),
+        )
+
+    @property
+    def draft_kv(self) -> KVBuffers:
+        """K/V of all draft layers."""
+        assert self.runner.pool.draft is not None, "the pool has no draft layers"
+        return self.runner.pool.draft
+
+    def _before(self, chunk: ReqChunk, count: int) -> Tensor | None:
+        """Carried states that end where the chunk starts; none right after a prefix hit."""
+        kept = self.carried.get(chunk.req.rid)
+        if count == 0 or kept is None or kept.end != chunk.start:
+            return None
+        return kept.hidden[-count:]
+
+
+def make_window(
+    reqs: list[Req], firsts: Ints, lengths: Ints, hidden: Tensor, tokens: list[list[int]]
+) -> Window:
+    """A window of `lengths` rows per request, from positions `firsts` on."""
+    row_to_req = np.repeat(np.arange(len(reqs)), lengths)
+    offsets = np.arange(len(row_to_req)) - (np.cumsum(lengths) - lengths)[row_to_req]
+    return Window(reqs, row_to_req, firsts[row_to_req] + offsets, hidden, tokens, firsts)
+
+
+def known_from(req: Req, first: int) -> list[int]:
+    """Known tokens from position `first` on, a new list."""
+    num_prompt = len(req.prompt_ids)
+    return req.prompt_ids[first:] + req.output_ids[max(0, first - num_prompt) :]
+
+
+def _emitted(state: StepState) -> list[list[int]]:
+    """Tokens that the step emits, per chunk."""
+    ids, counts = state.verdict.token_ids.tolist(), state.verdict.num_tokens.tolist()
+    rows = iter(zip(ids, counts, strict=True))
+    found: list[list[int]] = []
+    for chunk in state.batch.chunks:
+        row, count = next(rows) if chunk.samples else ([], 0)
+        found.append(row[:count])
+    return found

@@ -1,0 +1,266 @@
+"""EAGLE-1/2/3 and rolled MTP heads: the drafter goes token by token on its own hidden state.
+
+Drafts are chains, or dynamic trees with the best k children per node. Draft KV at position i needs
+token i + 1; the state after the last known position is carried to the next step.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from truespec.batch import Batch, ReqChunk
+from truespec.config import EngineConfig
+from truespec.kernels.api import AttentionRows
+from truespec.kvcache import LayerSpec
+from truespec.layers.sampler import SamplingRows, top_k_draft
+from truespec.models.drafters.eagle import Eagle3Drafter, load_eagle
+from truespec.models.drafters.mtp import load_mtp
+from truespec.models.drafters.recurrent import RecurrentDrafter
+from truespec.models.llama import CausalLM
+from truespec.speculative.base import EngineParts, StepState, WorkerPlan, chain_draft
+from truespec.speculative.chains import draft_of_chains, stack_steps
+from truespec.speculative.contract import Draft
+from truespec.speculative.eagle_base import Carried, EagleBase, Ints
+from truespec.speculative.tree import TreePool, draft_of_trees
+
+DEFAULT_NUM_STEPS = 5
+
+
+@dataclass(frozen=True, slots=True)
+class DraftShape:
+    """How far and how wide to draft.
+
+    Attributes:
+        num_steps: depth of a draft.
+        top_k: children per node, 1 for a chain.
+        num_drafts: drafts that are verified.
+    """
+
+    num_steps: int
+    top_k: int
+    num_drafts: int
+
+
+class EagleWorker(EagleBase):
+    """One drafter, rolled on its own output."""
+
+    options = EagleBase.options | {"speculative_eagle_topk", "speculative_accept"}
+
+    def __init__(
+        self, parts: EngineParts, plan: WorkerPlan, drafter: RecurrentDrafter, shape: DraftShape
+    ) -> None:
+        super().__init__(parts, plan, drafter.target_ids)
+        self.drafter, self.shape = drafter, shape
+        self.capture = drafter.capture
+        self._columns = _columns(drafter.target_ids, self.info.vocab_size)
+
+    @classmethod
+    def plan(cls, config: EngineConfig, target: CausalLM, path: Path | None) -> WorkerPlan:
+        assert path is not None, "an EAGLE head has weights"
+        shape = draft_shape(config)
+        drafter = _load(config.speculative_algorithm, path, target, shape.num_steps)
+        num_ids = (
+            len(drafter.target_ids) if drafter.target_ids is not None else target.config.vocab_size
+        )
+        if shape.top_k > num_ids:
+            raise ValueError(f"--speculative-eagle-topk is {shape.top_k} of {num_ids} draft ids")
+        layer = drafter.layer
+        return WorkerPlan(
+            make=lambda parts, plan: cls(parts, plan, drafter, shape),
+            num_drafts=shape.num_drafts,
+            # Nodes that are expanded write draft KV from the root's slot on.
+            num_draft_slots=max(shape.num_drafts, (shape.num_steps - 1) * shape.top_k - 1),
+            draft_layers=LayerSpec(layer.num_layers, layer.num_kv_heads, layer.head_dim),
+            lookahead=1,
+        )
+
+    def draft(self, batch: Batch) -> Draft:
+        chunks = [chunk for chunk in batch.chunks if chunk.samples]
+        counts = [self.planned_drafts(chunk) for chunk in chunks]
+        active = [index for index, count in enumerate(counts) if count]
+        if not active:
+            return chain_draft(batch, [[] for _ in chunks], [[] for _ in chunks])
+        drafting = [chunks[index] for index in active]
+        wanted = [counts[index] for index in active]
+        states = torch.cat([self.carried_of(chunk) for chunk in drafting])
+        if self.shape.top_k == 1:
+            return self._draft_chains(batch, active, drafting, wanted, states)
+        pool = self._grow_trees(drafting, min(max(wanted), self.shape.num_steps), states)
+        kept = pool.select(wanted, self.shape.num_drafts)
+        roots = torch.tensor([chunk.req.last_token_id for chunk in chunks])
+        return draft_of_trees(roots, active, pool, kept)
+
+    def extend(self, state: StepState) -> None:
+        hidden = self.drafter.inputs(state.output, state.committed.rows)
+        window = self.window(state, hidden, num_before=0)
+        rows = window.known(1)
+        placed = self.causal_rows(window.reqs, window.row_to_req[rows], window.positions[rows])
+        carried = self.drafter.forward(
+            window.hidden[torch.from_numpy(rows)], window.token_ids(rows, 1), placed, self.draft_kv
+        )
+        for rid, place in window.last_rows(rows).items():
+            end = int(window.positions[rows[place]]) + 1
+            self.carried[rid] = Carried(end, carried[place : place + 1].clone())
+
+    def _draft_chains(
+        self,
+        batch: Batch,
+        active: list[int],
+        chunks: list[ReqChunk],
+        wanted: list[int],
+        states: Tensor,
+    ) -> Draft:
+        values = self.sampler.rows(chunks)
+        positions = np.array([chunk.start for chunk in chunks])
+        reqs, one_each = [chunk.req for chunk in chunks], np.arange(len(chunks))
+        steps = [self.sampler.choose(self.drafter.logits(states), values)]
+        for step in range(1, max(wanted)):
+            rows = self.causal_rows(reqs, one_each, positions + step - 1)
+            states = self.drafter.forward(states, steps[-1].token_ids, rows, self.draft_kv)
+            steps.append(self.sampler.choose(self.drafter.logits(states), values, step))
+        return draft_of_chains(batch, active, wanted, stack_steps(steps))
+
+    def _grow_trees(self, chunks: list[ReqChunk], depth: int, states: Tensor) -> TreePool:
+        """Expand the best k nodes of each level, `depth` levels in all."""
+        k, n = self.shape.top_k, len(chunks)
+        pool = TreePool(*self._children(states, self.sampler.rows(chunks)))
+        frontier = pool.first_frontier()
+        values = _repeated(self.sampler.rows(chunks), k)
+        states = states.repeat_interleave(k, dim=0)
+        slots = np.zeros((n, k, 0), dtype=np.int64)
+        for level in range(1, depth):
+            slots, rows = self._tree_rows(chunks, level, slots, frontier.parents.numpy())
+            if level > 1:
+                states = states.view(n, k, -1)[torch.arange(n).unsqueeze(1), frontier.parents]
+                states = states.flatten(0, 1)
+            token_ids = frontier.token_ids.flatten()
+            states = self.drafter.forward(states, token_ids, rows, self.draft_kv)
+            at = replace(values, position=values.position + level)
+            children = [part.view(n, k, k) for part in self._children(states, at)]
+            frontier = pool.grow(frontier, *children)
+        return pool
+
+    def _children(self, states: Tensor, rows: SamplingRows) -> tuple[Tensor, Tensor, Tensor]:
+        """The k best tokens after each state: ids, scores and own logprobs, [m, k] each."""
+        logits = self.drafter.logits(states)
+        token_ids, scores = top_k_draft(
+            logits,
+            self.shape.top_k,
+            temperature=rows.temperature,
+            seed=rows.seed,
+            position=rows.position,
+            target_ids=self.sampler.target_ids,
+        )
+        t = torch.where(rows.temperature > 0, rows.temperature, 1.0).unsqueeze(1)
+        columns = token_ids if self._columns is None else self._columns[token_ids]
+        logprobs = logits.gather(1, columns) / t - torch.logsumexp(logits / t, 1, keepdim=True)
+        # NOTE: rounding must not let a child outrank its parent.
+        return token_ids, scores.clamp(max=0.0), logprobs
+
+    def _tree_rows(
+        self, chunks: list[ReqChunk], level: int, slots: Ints, parents: Ints
+    ) -> tuple[Ints, AttentionRows]:
+        """Where the k nodes of a level write, and what they see: the past and their ancestors.
+
+        Args:
+            slots: [n, k, level - 1] slots of each node of the level before and its ancestors.
+            parents: [n, k] place of each node's parent in the level before.
+
+        Returns the slots [n, k, level] of this level, and its rows.
+        """
+        k, n = self.shape.top_k, len(chunks)
+        reqs = [chunk.req for chunk in chunks]
+        starts = np.array([chunk.start for chunk in chunks])
+        row_to_req = np.repeat(np.arange(n), k)
+        linear = (starts[:, None] + (level - 1) * k + np.arange(k)).reshape(-1)
+        own, page_table = self.cache.slots(reqs, row_to_req, linear)
+        ancestors = np.take_along_axis(slots, parents[:, :, None], axis=1)
+        slots = np.concatenate([ancestors, own.reshape(n, k, 1)], axis=2)
+        first = np.repeat(starts, k).astype(np.int32)
+        return slots, AttentionRows(
+            positions=torch.from_numpy(first + np.int32(level - 1)),
+            row_to_req=torch.from_numpy(row_to_req.astype(np.int32)),
+            out_slots=torch.from_numpy(own),
+            page_table=torch.from_numpy(page_table),
+            kv_lens=torch.from_numpy(first + np.int32(level)),
+            tail_starts=torch.from_numpy(first),
+            tail_slots=torch.from_numpy(slots.reshape(n * k, level)),
+        )
+
+
+def draft_shape(config: EngineConfig) -> DraftShape:
+    """Depth, width and size of a draft, from the three options.
+
+    Raises ValueError where they contradict each other.
+    """
+    top_k, rows = config.speculative_eagle_topk or 1, config.speculative_num_draft_tokens
+    steps = config.speculative_num_steps
+    if steps is None:
+        steps = DEFAULT_NUM_STEPS if top_k > 1 or rows is None else rows - 1
+    if steps < 1 or top_k < 1:
+        raise ValueError(
+            f"--speculative-num-steps is {steps} and --speculative-eagle-topk {top_k}, "
+            "at least 1 is needed"
+        )
+    if top_k > 1 and config.speculative_accept == "rejection":
+        raise ValueError(
+            f"--speculative-eagle-topk is {top_k}: rejection is built for chains only "
+            "(coupled acceptance takes trees)"
+        )
+    most = top_k + (steps - 1) * top_k * top_k
+    num_drafts = min(most, steps * top_k) if rows is None else rows - 1
+    if not 1 <= num_drafts <= most or (top_k == 1 and num_drafts != steps):
+        fewest = steps if top_k == 1 else 1
+        raise ValueError(
+            f"--speculative-num-draft-tokens is {rows}, {steps} steps with {top_k} children per "
+            f"node need {fewest + 1} to {most + 1} rows, the root included"
+        )
+    return DraftShape(steps, top_k, num_drafts)
+
+
+def _load(algorithm: str, path: Path, target: CausalLM, num_steps: int) -> RecurrentDrafter:
+    """The drafter at `path`, which must be of the kind that the algorithm names."""
+    drafter = load_eagle(path, target, num_steps)
+    if drafter is not None:
+        fits = isinstance(drafter, Eagle3Drafter) == (algorithm == "EAGLE3")
+        if algorithm == "NEXTN" or not fits:
+            kind = "EAGLE3" if isinstance(drafter, Eagle3Drafter) else "EAGLE"
+            raise ValueError(f"the drafter {path.name} is to be run as {kind}, not as {algorithm}")
+        return drafter
+    found = load_mtp(path, target, num_steps)
+    if found is None:
+        raise ValueError(f"{path.name} holds neither an EAGLE head nor MTP heads")
+    if algorithm == "EAGLE3":
+        raise ValueError(f"the drafter {path.name} is to be run as NEXTN, not as EAGLE3")
+    if len(found.heads) > 1:
+        raise ValueError(
+            f"the drafter {path.name} has {len(found.heads)} heads: --enable-multi-layer-eagle "
+            "runs one per step"
+        )
+    return found.heads[0]
+
+
+def _columns(target_ids: Tensor | None, vocab_size: int) -> Tensor | None:
+    """[V] int64 draft id of every target id that has one."""
+    if target_ids is None:
+        return None
+    return torch.zeros(vocab_size, dtype=torch.int64).index_put_(
+        (target_ids,), torch.arange(len(target_ids))
+    )
+
+
+def _repeated(rows: SamplingRows, count: int) -> SamplingRows:
+    """Every row `count` times in a row."""
+    return SamplingRows(
+        temperature=rows.temperature.repeat_interleave(count),
+        top_k=rows.top_k.repeat_interleave(count),
+        top_p=rows.top_p.repeat_interleave(count),
+        min_p=rows.min_p.repeat_interleave(count),
+        seed=rows.seed.repeat_interleave(count),
+        position=rows.position.repeat_interleave(count),
+    )
