@@ -129,8 +129,8 @@ def _speed(llm: LLM, prompts: Sequence[BenchPrompt], batch: int, max_tokens: int
 
 
 def _shares(llm: LLM, prompts: Sequence[BenchPrompt], max_tokens: int) -> dict[str, float]:
-    before = llm.worker.times.copy()
+    before = dict(llm.worker.times.seconds)
     _speed(llm, prompts, 1, max_tokens)
-    spent = {name: llm.worker.times[name] - before[name] for name in before}
+    spent = {name: llm.worker.times.seconds[name] - before[name] for name in before}
     total = sum(spent.values())
     return {name: seconds / total for name, seconds in spent.items()}

@@ -31,6 +31,7 @@ from truespec.speculative.planner import Planner
 from truespec.speculative.rejection import draw_coins, verify_rejection
 from truespec.speculative.sampling import ProcessedStep, process_step
 from truespec.speculative.verify import verify
+from truespec.utils.stopwatch import Stopwatch
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,6 +108,7 @@ class SpecWorker(Worker):
         capture: target layers whose outputs `extend` needs (see `DecoderStack.forward`).
         num_drafts: drafts per request and step at most.
         options: speculative options it reads; others are refused.
+        times: seconds per phase of `step`.
     """
 
     needs_drafter: bool = True
@@ -119,6 +121,7 @@ class SpecWorker(Worker):
         self.is_rejection = parts.config.speculative_accept == "rejection"
         self.num_drafts, self.num_draft_slots = plan.num_drafts, plan.num_draft_slots
         self.planner = Planner(plan.num_drafts, costs=None)
+        self.times = Stopwatch("draft", "target", "verify", "logprobs", "extend")
         self._planned: dict[str, int] = {}
 
     @classmethod
@@ -138,20 +141,26 @@ class SpecWorker(Worker):
         """Bring the draft cache up to the committed tokens."""
 
     def step(self, batch: Batch) -> StepOutput:
+        self.times.start()
         constrained = self.grammars.constrain(batch, self.plan_and_draft(batch))
         draft = constrained.draft
+        self.times.lap("draft")
         rows = prepare_rows(batch, draft.token_ids, draft.parents, draft.cu_rows, self.cache)
         output = self.runner.forward(rows.forward, self.capture)
         raw_logits = self.runner.logits(output.hidden[torch.from_numpy(rows.sample_rows)])
+        self.times.lap("target")
         processed = process_step(
             batch, draft, rows, raw_logits, self.info.vocab_size, constrained.masks
         )
         verdict = self._verify(draft, processed)
+        self.times.lap("verify")
         logprobs = verdict_logprobs(batch, raw_logits, verdict, processed, self.info.vocab_size)
         prompts = prompt_logprobs(batch, rows, output.hidden, self.runner, self.info.vocab_size)
+        self.times.lap("logprobs")
         committed = self._commit_rows(batch, rows, verdict)
         self._observe(draft, verdict)
         self.extend(StepState(batch, draft, rows, output, verdict, committed))
+        self.times.lap("extend")
         ends = self.grammars.advance(batch, verdict)
         found = failures(batch, draft, rows, verdict, raw_logits, output.hidden)
         problems = [
