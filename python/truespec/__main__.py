@@ -131,7 +131,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=version("truespec"))
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for name, command in COMMANDS.items():
-        sub = commands.add_parser(name, help=command.help, description=command.help)
+        sub = commands.add_parser(
+            name, help=command.help, description=command.help, allow_abbrev=False
+        )
         sub.set_defaults(run=command.run)
         if command.classes:
             sub.add_argument("model", nargs="?", help="the same as --model-path")

@@ -34,6 +34,8 @@ def problems_of(params: SamplingParams, prompt_ids: list[int] | None = None) -> 
         ({"bad_words_ids": ((1, 50),)}, "bad_words"),
         ({"allowed_token_ids": ()}, "allowed_token_ids"),
         ({"allowed_token_ids": (50,)}, "allowed_token_ids"),
+        ({"allowed_token_ids": (4,), "bad_words_ids": ((4,), (5, 6))}, "allowed_token_ids"),
+        ({"logprobs": LogprobParams(top_k=21, prompt_top_k=21)}, "logprobs"),
         ({"stop": ("a",) * 33}, "stop"),
         ({"stop": ("",)}, "stop"),
         ({"stop_regex": ("(",)}, "stop_regex"),

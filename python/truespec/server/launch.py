@@ -46,6 +46,7 @@ def serve(engine_config: EngineConfig, server_config: ServerConfig) -> int:
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # ends like Ctrl-C: tidily
     begin = time.monotonic()
     compat = _compat_names(server_config.metrics_compat)
+    _check(server_config)
     listener = _listen(server_config)  # before anything slow: a port in use is said at once
     server_config = replace(server_config, port=listener.getsockname()[1])
     with tempfile.TemporaryDirectory(prefix="truespec-") as directory:
@@ -63,6 +64,13 @@ def serve(engine_config: EngineConfig, server_config: ServerConfig) -> int:
         finally:
             _stop_engine(process)
             listener.close()
+
+
+def _check(config: ServerConfig) -> None:
+    if not 0 <= config.port < 2**16:
+        raise ValueError(f"--port is {config.port}, expected 0 (any) to 65535")
+    if config.stream_interval < 1:
+        raise ValueError(f"--stream-interval is {config.stream_interval}, expected 1 or more")
 
 
 def _compat_names(given: str) -> Sequence[str]:

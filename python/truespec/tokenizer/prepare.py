@@ -147,10 +147,10 @@ def _id_problems(params: SamplingParams, limits: EngineLimits, names: FieldNames
     allowed = params.allowed_token_ids
     if allowed is not None:
         problems += _outside(allowed, limits, "allowed_token_ids")
-        if not allowed:
-            problems.append(
-                Problem("allowed_token_ids", "allowed_token_ids is empty: no token may be chosen")
-            )
+        banned = {words[0] for words in params.bad_words_ids if len(words) == 1}
+        if banned.issuperset(allowed):
+            message = "allowed_token_ids leaves no token that may be chosen"
+            problems.append(Problem("allowed_token_ids", message))
     return problems
 
 
@@ -192,8 +192,8 @@ def _logprob_problems(
     if logprobs is None:
         return []
     problems = []
-    widths = ((names.top_logprobs, logprobs.top_k), (names.prompt_logprobs, logprobs.prompt_top_k))
-    for name, width in widths:
+    widths = {logprobs.prompt_top_k: names.prompt_logprobs, logprobs.top_k: names.top_logprobs}
+    for width, name in widths.items():  # one problem where one field asked for both
         if not 0 <= width <= limits.max_logprobs:
             message = f"{name} is {width}, expected 0 to {limits.max_logprobs}"
             problems.append(Problem(name, message))

@@ -44,12 +44,10 @@ def add_flags(
         text = f"{option.help} (default: {_shown(option.default)})".replace("%", "%%")
         kind = _plain(option.type)
         if kind is bool:
+            # What is on already can be turned off; nobody needs a flag to leave it off.
+            action = argparse.BooleanOptionalAction if option.default else "store_true"
             parser.add_argument(
-                *flags,
-                dest=option.name,
-                action=argparse.BooleanOptionalAction,
-                default=argparse.SUPPRESS,
-                help=text,
+                *flags, dest=option.name, action=action, default=argparse.SUPPRESS, help=text
             )
             continue
         choices = get_args(kind) if get_origin(kind) is Literal else None
