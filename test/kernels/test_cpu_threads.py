@@ -103,32 +103,33 @@ def test_contention_drops_to_one_thread_and_tries_again(monkeypatch):
     now = 100.0
     monkeypatch.setattr(time, "monotonic", lambda: now)
     contention = Contention()
-    for _ in range(20):
-        contention.note(0.05)
+    for _ in range(5 * JUDGED_JOBS):
+        contention.note(1.2, 2)
     assert contention.allows_threads()
-    for _ in range(JUDGED_JOBS):
-        contention.note(0.6)
+    note_jobs(contention, 2.5)
     assert not contention.allows_threads()
     first_hold = contention.hold_until - now
     now = contention.hold_until
     assert contention.allows_threads()
-    for _ in range(JUDGED_JOBS):
-        contention.note(0.6)
+    note_jobs(contention, 2.5)
     assert contention.hold_until - now == 2 * first_hold
     now = contention.hold_until
-    for _ in range(JUDGED_JOBS):
-        contention.note(0.0)
+    note_jobs(contention, 1.0)
     assert contention.allows_threads()
-    for _ in range(JUDGED_JOBS):
-        contention.note(0.6)
+    note_jobs(contention, 2.5)
     assert contention.hold_until - now == first_hold
 
 
 def test_single_slow_jobs_and_short_ones_do_not_drop_threads():
     contention = Contention()
-    for _ in range(10):
-        contention.note(0.9)
-        contention.note(0.0)
-        contention.note(0.0)
-        contention.note(TOO_SHORT)
+    for _ in range(10 * JUDGED_JOBS):
+        contention.note(3.0, 2)
+        contention.note(1.0, 2)
+        contention.note(1.0, 2)
+        contention.note(TOO_SHORT, 2)
     assert contention.allows_threads()
+
+
+def note_jobs(contention: Contention, slowdown: float) -> None:
+    for _ in range(JUDGED_JOBS):
+        contention.note(slowdown, 2)

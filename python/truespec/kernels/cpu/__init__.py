@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+import torch
 from torch import Tensor
 
 from truespec.kernels.api import (
@@ -29,7 +30,10 @@ from .stack import CpuStack
 
 
 class CpuKernels(KernelSet):
-    """Compiled kernels for this machine's CPU. One thread at a time may use a set."""
+    """Compiled kernels for this machine's CPU. One thread at a time may use a set.
+
+    Sets torch's own number of threads to 1, for the whole process.
+    """
 
     name = "numba"
 
@@ -53,6 +57,9 @@ class CpuKernels(KernelSet):
             RuntimeError: the CPU lacks what the kernels need (AVX2, FMA and F16C on x86).
         """
         threads = num_threads or len(os.sched_getaffinity(0))
+        # NOTE: torch's OpenMP threads spin for milliseconds after every operation they share, on
+        # the cores that compute threads need (a verify of 5 rows took twice as long).
+        torch.set_num_threads(1)
         self._runtime = Runtime(cpu or host_cpu(), cache_dir, threads, progress)
 
     def set_num_threads(self, num_threads: int) -> None:

@@ -22,10 +22,10 @@ RUN_TYPE = ctypes.CFUNCTYPE(
 # fmt: on
 Run = Callable[[int, int, int, int], int]
 MIN_SECONDS_TO_JUDGE = 5e-4  # shorter jobs say nothing about contention
-LOST_SHARE_TO_DROP = 0.35  # of a job's time a thread waited for a core: one thread is faster then
-JUDGED_JOBS = 4
-TOO_SHORT = -1.0
-HOLD_SECONDS = (0.25, 8.0)  # how long to stay on one thread: first time, at most
+TOO_SHORT = 0.0
+JUDGED_JOBS = 8
+EFFICIENCY = 0.9  # of several threads, against one thread each
+HOLD_SECONDS = (0.2, 4.0)  # how long to stay on one thread: first time, at most
 
 
 class ThreadPool:
@@ -80,8 +80,8 @@ class ThreadPool:
         job = _Job(function, num, record)
         for worker in workers:
             worker.start_job(job)
-        lost_shares = [_timed_run(self._run, job, 0), *(worker.wait() for worker in workers)]
-        self._contention.note(max(lost_shares))
+        slowdowns = [_timed_run(self._run, job, 0), *(worker.wait() for worker in workers)]
+        self._contention.note(max(slowdowns), num)
 
     def close(self) -> None:
         """Stop the threads; the next job would start new ones."""
@@ -102,10 +102,10 @@ class Contention:
     """Decides when other processes hold so many cores that one thread is faster than several.
 
     With barriers a step is as slow as its slowest thread: a thread that waits for a core makes
-    all wait. What a thread lost is its elapsed minus its CPU time, which needs no reference speed.
+    all wait. How much that is shows in elapsed against CPU time, without a reference speed.
     """
 
-    lost_shares: list[float] = field(default_factory=list)
+    slowdowns: list[float] = field(default_factory=list)
     hold_until: float = 0.0
     hold: float = HOLD_SECONDS[0]
 
@@ -113,18 +113,24 @@ class Contention:
         """Whether the next job may use several threads."""
         return self.hold_until == 0.0 or time.monotonic() >= self.hold_until
 
-    def note(self, lost_share: float) -> None:
-        """Judge by the share of its time that a job lost (negative: too short to tell)."""
-        if lost_share < 0:
+    def note(self, slowdown: float, num_threads: int) -> None:
+        """Judge by the last jobs.
+
+        Args:
+            slowdown: elapsed by CPU time of the thread that waited most, or `TOO_SHORT`.
+            num_threads: threads of the job.
+        """
+        if slowdown == TOO_SHORT:
             return
-        self.lost_shares = [*self.lost_shares[1 - JUDGED_JOBS :], lost_share]
-        if len(self.lost_shares) < JUDGED_JOBS:
+        self.slowdowns.append(slowdown)
+        if len(self.slowdowns) < JUDGED_JOBS:
             return
-        if sorted(self.lost_shares)[JUDGED_JOBS // 2 - 1] > LOST_SHARE_TO_DROP:
+        mean = sum(self.slowdowns) / len(self.slowdowns)
+        self.slowdowns.clear()
+        if mean > EFFICIENCY * num_threads:
             self.hold_until = time.monotonic() + self.hold
             self.hold = min(2 * self.hold, HOLD_SECONDS[1])
-            self.lost_shares = []
-        elif self.hold_until:
+        else:
             self.hold_until, self.hold = 0.0, HOLD_SECONDS[0]
 
 
@@ -145,7 +151,7 @@ class _Worker:
         self._go.acquire()
         self._done.acquire()
         self._job: _Job | None = None
-        self._lost = TOO_SHORT
+        self._slowdown = TOO_SHORT
         loop = threading.Thread(
             target=self._loop, args=(run, index), name=f"truespec-compute-{index}", daemon=True
         )
@@ -158,9 +164,9 @@ class _Worker:
         self._go.release()
 
     def wait(self) -> float:
-        """Wait for the end of the job; the share of time that the thread lost."""
+        """Wait for the end of the job; the thread's slowdown."""
         self._done.acquire()
-        return self._lost
+        return self._slowdown
 
     def stop(self) -> None:
         """End the thread."""
@@ -177,16 +183,16 @@ class _Worker:
             job = self._job
             if job is None:
                 return
-            self._lost = _timed_run(run, job, index)
+            self._slowdown = _timed_run(run, job, index)
             self._done.release()
 
 
 def _timed_run(run: Run, job: _Job, thread: int) -> float:
-    """Run a thread's part of a job; the share of its time without a core, or `TOO_SHORT`."""
+    """Run a thread's part of a job; its elapsed by its CPU time, or `TOO_SHORT`."""
     wall, cpu = time.perf_counter(), time.thread_time()
     run(job.function, thread, job.num_threads, job.record)
     wall, cpu = time.perf_counter() - wall, time.thread_time() - cpu
-    return TOO_SHORT if wall < MIN_SECONDS_TO_JUDGE else max(0.0, 1.0 - cpu / wall)
+    return TOO_SHORT if wall < MIN_SECONDS_TO_JUDGE else wall / max(cpu, 1e-6)
 
 
 def _stop(workers: list[_Worker]) -> None:
