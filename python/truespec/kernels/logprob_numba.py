@@ -12,6 +12,7 @@ from .jit import kernel
 from .row_scan import (
     BLOCK,
     MIN_KEY,
+    NO_TIE,
     best_codes,
     block_maxima,
     code_column,
@@ -48,7 +49,7 @@ def logprob_slots(raw, edited, slots, width, vocab, begin, end, ask, filters, ou
     blocks = num_blocks(vocab)
     k_max = out[1].shape[2]
     block_max = np.empty(blocks, np.int32)
-    scratch = (np.empty(2 * k_max + BLOCK, np.int64), np.empty(blocks, np.int32))
+    codes = np.empty(2 * k_max + BLOCK, np.int64)
     for s in range(begin, end):
         token = slots[0][s]
         request = s // width
@@ -58,7 +59,7 @@ def logprob_slots(raw, edited, slots, width, vocab, begin, end, ask, filters, ou
         row = _row(raw, slots[1][s], vocab)
         top_key = block_maxima(row, block_max)
         if top_key != MIN_KEY:
-            _answer_raw(row, block_max, value_of(top_key), s, token, request, ask, out, scratch)
+            _answer_raw(row, block_max, value_of(top_key), s, token, request, ask, out, codes)
         if highest_mode > _RAW:
             row = _row(edited, slots[2][s], vocab)
             top_key = block_maxima(row, block_max)
@@ -66,7 +67,7 @@ def logprob_slots(raw, edited, slots, width, vocab, begin, end, ask, filters, ou
                 r = slots[3][s]
                 limits = (filters[0][r], filters[1][r], filters[2][r])
                 _answer_edited(
-                    row, block_max, value_of(top_key), limits, s, token, request, ask, out, scratch
+                    row, block_max, value_of(top_key), limits, s, token, request, ask, out, codes
                 )
 
 
@@ -86,7 +87,7 @@ def _row(rows, index, vocab):  # type: ignore[no-untyped-def]
 
 
 @kernel
-def _answer_raw(row, block_max, top, s, token, request, ask, out, scratch):  # type: ignore[no-untyped-def]
+def _answer_raw(row, block_max, top, s, token, request, ask, out, codes):  # type: ignore[no-untyped-def]
     total, weighted = exp_sums(row, block_max, top, _ONE, None, None)
     log_total = log_sum(total)
     out[4][s] = 1 + count_above(row, block_max, key_of(row[token]))
@@ -94,15 +95,15 @@ def _answer_raw(row, block_max, top, s, token, request, ask, out, scratch):  # t
     modes = ask[3][request]
     for m in range(modes.shape[0]):
         if modes[m] == _RAW:
-            found = best_codes(row, block_max, ask[0][request], scratch[0], scratch[1])
-            scale = (top, _ONE, log_total, _NEG_INF, np.int64(-1))
-            _write(row, scale, m, s, token, request, ask, out, scratch[0], found)
+            found = best_codes(row, block_max, np.int64(ask[0][request]), codes)
+            scale = (top, _ONE, log_total, _NEG_INF, NO_TIE)
+            _write(row, scale, m, s, token, request, ask, out, codes, found)
 
 
 @kernel
-def _answer_edited(row, block_max, top, limits, s, token, request, ask, out, scratch):  # type: ignore[no-untyped-def]
+def _answer_edited(row, block_max, top, limits, s, token, request, ask, out, codes):  # type: ignore[no-untyped-def]
     t = limits[0] if limits[0] >= _MIN_TEMPERATURE else _ONE
-    found = best_codes(row, block_max, ask[0][request], scratch[0], scratch[1])
+    found = best_codes(row, block_max, np.int64(ask[0][request]), codes)
     modes = ask[3][request]
     for m in range(modes.shape[0]):
         if modes[m] <= _RAW:
@@ -111,10 +112,10 @@ def _answer_edited(row, block_max, top, limits, s, token, request, ask, out, scr
             last_kept = (limits[1], limits[2])
             total, _ = exp_sums(row, block_max, top, t, key_of(limits[1]), np.int32(limits[2]))
         else:
-            last_kept = (_NEG_INF, np.int64(-1))
+            last_kept = (_NEG_INF, NO_TIE)
             total, _ = exp_sums(row, block_max, top, t, None, None)
         scale = (top, t, log_sum(total), last_kept[0], last_kept[1])
-        _write(row, scale, m, s, token, request, ask, out, scratch[0], found)
+        _write(row, scale, m, s, token, request, ask, out, codes, found)
 
 
 @kernel

@@ -17,6 +17,7 @@ from .noise_numba import exp_fixed
 BLOCK = 128  # columns per block maximum
 _FP32_BLOCKS = 8  # blocks added in fp32 before they go into float64
 MIN_KEY = np.int32(-(2**31))
+NO_TIE = np.int64(-1)  # NOTE: a plain -1 would compile callees a second time
 INF_KEY = np.int32(0x7F800000)
 NEG_INF_KEY = np.int32(-0x7F800001)
 _ZERO = np.float32(0.0)
@@ -143,21 +144,28 @@ def _term(x, column, top, temperature, line, tie):  # type: ignore[no-untyped-de
 
 
 @kernel
-def kth_largest(keys, k, scratch):  # type: ignore[no-untyped-def]
-    """The k-th largest of `keys` [n], 1 <= k <= n. `scratch` [>= n] int32 is overwritten."""
-    n = keys.shape[0]
-    scratch[:n] = keys
-    part = scratch[:n]
-    part.sort()
-    return part[n - k]
+def kth_largest(keys, n, k):  # type: ignore[no-untyped-def]
+    """The k-th largest of the first n int32 keys, 1 <= k <= n, by bisection on the value."""
+    low = np.int64(MIN_KEY)  # at least k keys reach low; fewer reach high
+    high = np.int64(INF_KEY) + 1
+    while high - low > 1:
+        middle = (low + high) >> 1
+        count = 0
+        for i in range(n):
+            count += keys[i] >= middle
+        if count >= k:
+            low = middle
+        else:
+            high = middle
+    return np.int32(low)
 
 
 @kernel
-def best_codes(row, block_max, k, codes, scratch):  # type: ignore[no-untyped-def]
+def best_codes(row, block_max, k, codes):  # type: ignore[no-untyped-def]
     """The k best finite columns in the order (value descending, column ascending).
 
     Fills `codes` [>= 2 k + BLOCK] int64 with sortable codes, best first; `code_column` and
-    `code_key` take them apart. `scratch` [num_blocks] int32. Returns how many were found.
+    `code_key` take them apart. Returns how many were found.
     """
     if k == 0:
         return 0
@@ -165,8 +173,8 @@ def best_codes(row, block_max, k, codes, scratch):  # type: ignore[no-untyped-de
     blocks = num_blocks(size)
     line = NEG_INF_KEY + np.int32(1)
     if k <= blocks:
-        line = max(line, kth_largest(block_max[:blocks], k, scratch))
-    count = 0
+        line = max(line, kth_largest(block_max, blocks, k))
+    count = np.int64(0)
     for b in range(blocks):
         if block_max[b] < line:
             continue
@@ -176,11 +184,26 @@ def best_codes(row, block_max, k, codes, scratch):  # type: ignore[no-untyped-de
                 codes[count] = _code(key, j)
                 count += 1
         if count >= 2 * k:
-            codes[:count].sort()
+            _sort(codes, count)
             count = k
             line = max(line, code_key(codes[k - 1]))
-    codes[:count].sort()
+    _sort(codes, count)
     return min(count, k)
+
+
+@kernel
+def _sort(codes, n):  # type: ignore[no-untyped-def]
+    """Shell sort of the first n, ascending: few elements, and quick to compile."""
+    gap = n // 2
+    while gap > 0:
+        for i in range(gap, n):
+            code = codes[i]
+            j = i
+            while j >= gap and codes[j - gap] > code:
+                codes[j] = codes[j - gap]
+                j -= gap
+            codes[j] = code
+        gap //= 2
 
 
 @inline_kernel

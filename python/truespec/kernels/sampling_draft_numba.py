@@ -9,6 +9,7 @@ from .noise_numba import gumbel, row_keys
 from .row_scan import (
     BLOCK,
     MIN_KEY,
+    NO_TIE,
     best_codes,
     block_maxima,
     code_column,
@@ -44,7 +45,7 @@ def draft_rows(  # type: ignore[no-untyped-def]
             t = _ONE
         else:
             low, high = row_keys(seed[i], position[i], np.uint64(domain))
-            best = perturbed_argmax(row, token_ids, block_max, first, t, MIN_KEY, -1, low, high)
+            best = perturbed_argmax(row, token_ids, block_max, first, t, MIN_KEY, NO_TIE, low, high)
         top = value_of(top_key)
         total, _ = exp_sums(row, block_max, top, t, None, None)
         columns[i] = best
@@ -56,7 +57,6 @@ def top_k_draft_rows(flat, stride, vocab, token_ids, temperature, seed, position
     """The k best columns of each perturbed row; see `sampling_draft.choose_top_k_drafts`."""
     k = columns.shape[1]
     block_max = np.empty(num_blocks(vocab), np.int32)
-    scratch = np.empty(num_blocks(vocab), np.int32)
     codes = np.empty(2 * k + BLOCK, np.int64)
     perturbed = np.empty(vocab, np.float32)
     for i in range(columns.shape[0]):
@@ -74,7 +74,7 @@ def top_k_draft_rows(flat, stride, vocab, token_ids, temperature, seed, position
             top_key = block_maxima(row, block_max)
         top = value_of(top_key)
         total, _ = exp_sums(row, block_max, top, _ONE, None, None)
-        found = best_codes(row, block_max, k, codes, scratch)
+        found = best_codes(row, block_max, k, codes)
         for j in range(found):
             columns[i, j] = code_column(codes[j])
             scores[i, j] = (value_of(code_key(codes[j])) - top) - log_sum(total)

@@ -16,6 +16,7 @@ from .row_scan import (
     BLOCK,
     MIN_KEY,
     NEG_INF_KEY,
+    NO_TIE,
     block_maxima,
     first_of_key,
     key_of,
@@ -79,11 +80,18 @@ def sample_rows(  # type: ignore[no-untyped-def]
             ids[i] = first
             continue
         line = MIN_KEY
-        tie = -1
+        tie = NO_TIE
         if _has_filter(vocab, t, top_k[i], top_p[i], log_min_p[i]):
             kept = (columns, keys, masses, hist)
             n = _filter(
-                row, block_max, value_of(top_key), t, top_k[i], top_p[i], log_min_p[i], kept
+                row,
+                block_max,
+                value_of(top_key),
+                t,
+                np.int64(top_k[i]),
+                top_p[i],
+                log_min_p[i],
+                kept,
             )
             line, tie = _last_kept(columns, keys, n)
             threshold[i] = value_of(line)
@@ -176,7 +184,8 @@ def _filter(row, block_max, top, t, top_k, top_p, log_min_p, kept):  # type: ign
     if 0 < top_k < row.shape[0]:
         n = _gather(row, block_max, _top_k_line(block_max, top_k), columns, keys)
         if n > top_k:
-            masses[:n] = 1
+            for i in range(n):
+                masses[i] = 1
             n = _cut(columns, keys, masses, n, top_k, hist)
     if top_p < 1.0:
         if n < 0:
@@ -214,8 +223,7 @@ def _top_k_line(block_max, k):  # type: ignore[no-untyped-def]
     line = NEG_INF_KEY + np.int32(1)
     if k > block_max.shape[0]:
         return line
-    scratch = np.empty(block_max.shape[0], np.int32)
-    return max(line, kth_largest(block_max, k, scratch))
+    return max(line, kth_largest(block_max, block_max.shape[0], k))
 
 
 @kernel
@@ -278,7 +286,8 @@ def _crossing(keys, masses, n, target, hist):  # type: ignore[no-untyped-def]
     fixed = np.uint32(0)
     need = np.int64(target)
     for shift, bucket_mask in _RADIX:
-        hist[:] = 0
+        for i in range(_NUM_BUCKETS):
+            hist[i] = 0
         for i in range(n):
             key = np.uint32(np.uint32(keys[i]) ^ np.uint32(0x80000000))
             if (key & fixed) == prefix:
