@@ -13,34 +13,28 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from truespec.batch import Batch, ReqChunk
+from truespec.batch import ReqChunk
 from truespec.config import EngineConfig
-from truespec.kernels.api import AttentionRows, KVBuffers
+from truespec.kernels.api import AttentionRows
 from truespec.kvcache import LayerSpec
 from truespec.layers.sampler import SamplingRows
 from truespec.models.drafters.block import BlockDrafter, load_block_drafter
 from truespec.models.llama import CausalLM
-from truespec.speculative.base import (
-    EngineParts,
-    SpecWorker,
-    StepState,
-    WorkerPlan,
-    chain_draft,
-)
-from truespec.speculative.chains import ChainDrafts, DraftSampler, draft_of_chains
+from truespec.speculative.base import EngineParts, StepState, WorkerPlan
+from truespec.speculative.chains import ChainDrafts, draft_of_chains
 from truespec.speculative.contract import Draft
+from truespec.speculative.drafter_worker import DrafterWorker, Drafting
 
 
-class BlockWorker(SpecWorker):
+class BlockWorker(DrafterWorker):
     """Drafts a block per request in one pass, then chooses its tokens (`choose`)."""
 
     options = frozenset({"speculative_num_draft_tokens", "speculative_accept"})
 
     def __init__(self, parts: EngineParts, plan: WorkerPlan, drafter: BlockDrafter) -> None:
-        super().__init__(parts, plan)
+        super().__init__(parts, plan, drafter.target_ids)
         self.drafter = drafter
         self.capture = drafter.config.target_layer_ids
-        self.sampler = DraftSampler(self.info.vocab_size, drafter.target_ids, self.is_rejection)
 
     @classmethod
     def plan(cls, config: EngineConfig, target: CausalLM, path: Path | None) -> WorkerPlan:
@@ -87,33 +81,22 @@ class BlockWorker(SpecWorker):
             [values[:count] for values, count in zip(survivals, counts, strict=True)], other_rows
         )
 
-    def draft(self, batch: Batch) -> Draft:
-        chunks = [chunk for chunk in batch.chunks if chunk.samples]
-        counts = [self.planned_drafts(chunk) for chunk in chunks]
-        active = [index for index, count in enumerate(counts) if count]
-        if not active:
-            return chain_draft(batch, [[] for _ in chunks], [[] for _ in chunks])
-        drafting = [chunks[index] for index in active]
-        anchors = torch.tensor([chunk.req.last_token_id for chunk in drafting])
-        hidden = self.drafter.hidden(anchors, self._block_rows(drafting), self._kv)
+    def make_drafts(self, drafting: Drafting) -> Draft:
+        anchors = torch.tensor([req.last_token_id for req in drafting.reqs])
+        hidden = self.drafter.hidden(anchors, self._block_rows(drafting.chunks), self.draft_kv)
         first = 1 if self.drafter.config.skip_first_row else 0
         drafts = self.choose(
-            hidden[:, first : first + self.num_drafts], anchors, self.sampler.rows(drafting)
+            hidden[:, first : first + self.num_drafts], anchors, self.sampler.rows(drafting.chunks)
         )
-        other_rows = sum(chunk.num_rows for chunk in batch.chunks) - len(active)
-        lengths = self.lengths([counts[index] for index in active], drafts, other_rows)
-        return draft_of_chains(batch, active, lengths, drafts)
+        num_rows = sum(chunk.num_rows for chunk in drafting.batch.chunks)
+        lengths = self.lengths(drafting.counts, drafts, num_rows - len(drafting.chunks))
+        return draft_of_chains(drafting.batch, drafting.places, lengths, drafts)
 
     def extend(self, state: StepState) -> None:
         assert state.output.features is not None, "a block drafter captures target layers"
         done = state.committed
         features = state.output.features[done.rows]
-        self.drafter.inject(features, done.positions, done.slots, self._kv)
-
-    @property
-    def _kv(self) -> KVBuffers:
-        assert self.runner.pool.draft is not None, "the pool has no draft layers"
-        return self.runner.pool.draft
+        self.drafter.inject(features, done.positions, done.slots, self.draft_kv)
 
     def _block_rows(self, chunks: list[ReqChunk]) -> AttentionRows:
         """One block per chunk: G positions from the anchor's on, each seeing all of them."""

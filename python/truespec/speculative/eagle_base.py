@@ -15,9 +15,9 @@ from torch import Tensor
 
 from truespec.batch import ReqChunk
 from truespec.core import Req
-from truespec.kernels.api import AttentionRows, KVBuffers
-from truespec.speculative.base import EngineParts, SpecWorker, StepState, WorkerPlan
-from truespec.speculative.chains import DraftSampler
+from truespec.kernels.api import AttentionRows
+from truespec.speculative.base import EngineParts, StepState, WorkerPlan
+from truespec.speculative.drafter_worker import DrafterWorker
 
 Ints = NDArray[np.int64]
 
@@ -70,16 +70,13 @@ class Window:
         return {self.reqs[req].rid: place for place, req in enumerate(self.row_to_req[rows])}
 
 
-class EagleBase(SpecWorker):
+class EagleBase(DrafterWorker):
     """Carries hidden states of the last positions from step to step, by request."""
 
     options = frozenset({"speculative_num_steps", "speculative_num_draft_tokens"})
 
-    def __init__(
-        self, parts: EngineParts, plan: WorkerPlan, target_ids: Tensor | None = None
-    ) -> None:
-        super().__init__(parts, plan)
-        self.sampler = DraftSampler(self.info.vocab_size, target_ids, self.is_rejection)
+    def __init__(self, parts: EngineParts, plan: WorkerPlan, target_ids: Tensor | None) -> None:
+        super().__init__(parts, plan, target_ids)
         self.carried: dict[str, Carried] = {}
 
     def forget(self, req: Req) -> None:
@@ -121,12 +118,6 @@ class EagleBase(SpecWorker):
             page_table=torch.from_numpy(page_table),
             kv_lens=torch.from_numpy((positions + 1).astype(np.int32)),
         )
-
-    @property
-    def draft_kv(self) -> KVBuffers:
-        """K/V of all draft layers."""
-        assert self.runner.pool.draft is not None, "the pool has no draft layers"
-        return self.runner.pool.draft
 
     def _before(self, chunk: ReqChunk, count: int) -> Tensor | None:
         """Carried states that end where the chunk starts; none right after a prefix hit."""

@@ -13,7 +13,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from truespec.batch import Batch, ReqChunk
 from truespec.config import EngineConfig
 from truespec.kernels.api import AttentionRows
 from truespec.kvcache import LayerSpec
@@ -22,9 +21,10 @@ from truespec.models.drafters.eagle import Eagle3Drafter, load_eagle
 from truespec.models.drafters.mtp import load_mtp
 from truespec.models.drafters.recurrent import RecurrentDrafter
 from truespec.models.llama import CausalLM
-from truespec.speculative.base import EngineParts, StepState, WorkerPlan, chain_draft
+from truespec.speculative.base import EngineParts, StepState, WorkerPlan
 from truespec.speculative.chains import draft_of_chains, stack_steps
 from truespec.speculative.contract import Draft
+from truespec.speculative.drafter_worker import Drafting
 from truespec.speculative.eagle_base import Carried, EagleBase, Ints
 from truespec.speculative.tree import TreePool, draft_of_trees
 
@@ -79,21 +79,13 @@ class EagleWorker(EagleBase):
             lookahead=1,
         )
 
-    def draft(self, batch: Batch) -> Draft:
-        chunks = [chunk for chunk in batch.chunks if chunk.samples]
-        counts = [self.planned_drafts(chunk) for chunk in chunks]
-        active = [index for index, count in enumerate(counts) if count]
-        if not active:
-            return chain_draft(batch, [[] for _ in chunks], [[] for _ in chunks])
-        drafting = [chunks[index] for index in active]
-        wanted = [counts[index] for index in active]
-        states = torch.cat([self.carried_of(chunk) for chunk in drafting])
+    def make_drafts(self, drafting: Drafting) -> Draft:
+        states = torch.cat([self.carried_of(chunk) for chunk in drafting.chunks])
         if self.shape.top_k == 1:
-            return self._draft_chains(batch, active, drafting, wanted, states)
-        pool = self._grow_trees(drafting, min(max(wanted), self.shape.num_steps), states)
-        kept = pool.select(wanted, self.shape.num_drafts)
-        roots = torch.tensor([chunk.req.last_token_id for chunk in chunks])
-        return draft_of_trees(roots, active, pool, kept)
+            return self._draft_chains(drafting, states)
+        pool = self._grow_trees(drafting, states)
+        kept = pool.select(drafting.counts, self.shape.num_drafts)
+        return draft_of_trees(drafting.batch, drafting.places, pool, kept)
 
     def extend(self, state: StepState) -> None:
         hidden = self.drafter.inputs(state.output, state.committed.rows)
@@ -107,42 +99,35 @@ class EagleWorker(EagleBase):
             end = int(window.positions[rows[place]]) + 1
             self.carried[rid] = Carried(end, carried[place : place + 1].clone())
 
-    def _draft_chains(
-        self,
-        batch: Batch,
-        active: list[int],
-        chunks: list[ReqChunk],
-        wanted: list[int],
-        states: Tensor,
-    ) -> Draft:
-        values = self.sampler.rows(chunks)
-        positions = np.array([chunk.start for chunk in chunks])
-        reqs, one_each = [chunk.req for chunk in chunks], np.arange(len(chunks))
+    def _draft_chains(self, drafting: Drafting, states: Tensor) -> Draft:
+        values = self.sampler.rows(drafting.chunks)
+        positions = np.array([chunk.start for chunk in drafting.chunks])
+        one_each = np.arange(len(positions))
         steps = [self.sampler.choose(self.drafter.logits(states), values)]
-        for step in range(1, max(wanted)):
-            rows = self.causal_rows(reqs, one_each, positions + step - 1)
+        for step in range(1, max(drafting.counts)):
+            rows = self.causal_rows(drafting.reqs, one_each, positions + step - 1)
             states = self.drafter.forward(states, steps[-1].token_ids, rows, self.draft_kv)
             steps.append(self.sampler.choose(self.drafter.logits(states), values, step))
-        return draft_of_chains(batch, active, wanted, stack_steps(steps))
+        return draft_of_chains(drafting.batch, drafting.places, drafting.counts, stack_steps(steps))
 
-    def _grow_trees(self, chunks: list[ReqChunk], depth: int, states: Tensor) -> TreePool:
-        """Expand the best k nodes of each level, `depth` levels in all."""
-        k, n = self.shape.top_k, len(chunks)
-        pool = TreePool(*self._children(states, self.sampler.rows(chunks)))
+    def _grow_trees(self, drafting: Drafting, states: Tensor) -> TreePool:
+        """Expand the best k nodes of each level, as deep as drafts may go."""
+        k, n = self.shape.top_k, len(drafting.chunks)
+        values = self.sampler.rows(drafting.chunks)
+        pool = TreePool(*self._children(states, values))
         frontier = pool.first_frontier()
-        values = _repeated(self.sampler.rows(chunks), k)
-        states = states.repeat_interleave(k, dim=0)
+        states, values = states.repeat_interleave(k, dim=0), _repeated(values, k)
         slots = np.zeros((n, k, 0), dtype=np.int64)
-        for level in range(1, depth):
-            slots, rows = self._tree_rows(chunks, level, slots, frontier.parents.numpy())
+        for level in range(1, min(max(drafting.counts), self.shape.num_steps)):
+            slots, rows = self._tree_rows(drafting, level, slots, frontier.parents.numpy())
             if level > 1:
                 states = states.view(n, k, -1)[torch.arange(n).unsqueeze(1), frontier.parents]
                 states = states.flatten(0, 1)
             token_ids = frontier.token_ids.flatten()
             states = self.drafter.forward(states, token_ids, rows, self.draft_kv)
             at = replace(values, position=values.position + level)
-            children = [part.view(n, k, k) for part in self._children(states, at)]
-            frontier = pool.grow(frontier, *children)
+            ids, scores, logprobs = (part.view(n, k, k) for part in self._children(states, at))
+            frontier = pool.grow(frontier, ids, scores, logprobs)
         return pool
 
     def _children(self, states: Tensor, rows: SamplingRows) -> tuple[Tensor, Tensor, Tensor]:
@@ -163,7 +148,7 @@ class EagleWorker(EagleBase):
         return token_ids, scores.clamp(max=0.0), logprobs
 
     def _tree_rows(
-        self, chunks: list[ReqChunk], level: int, slots: Ints, parents: Ints
+        self, drafting: Drafting, level: int, slots: Ints, parents: Ints
     ) -> tuple[Ints, AttentionRows]:
         """Where the k nodes of a level write, and what they see: the past and their ancestors.
 
@@ -173,12 +158,11 @@ class EagleWorker(EagleBase):
 
         Returns the slots [n, k, level] of this level, and its rows.
         """
-        k, n = self.shape.top_k, len(chunks)
-        reqs = [chunk.req for chunk in chunks]
-        starts = np.array([chunk.start for chunk in chunks])
+        k, n = self.shape.top_k, len(drafting.chunks)
+        starts = np.array([chunk.start for chunk in drafting.chunks])
         row_to_req = np.repeat(np.arange(n), k)
         linear = (starts[:, None] + (level - 1) * k + np.arange(k)).reshape(-1)
-        own, page_table = self.cache.slots(reqs, row_to_req, linear)
+        own, page_table = self.cache.slots(drafting.reqs, row_to_req, linear)
         ancestors = np.take_along_axis(slots, parents[:, :, None], axis=1)
         slots = np.concatenate([ancestors, own.reshape(n, k, 1)], axis=2)
         first = np.repeat(starts, k).astype(np.int32)

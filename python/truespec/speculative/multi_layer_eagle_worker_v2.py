@@ -12,15 +12,15 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from truespec.batch import Batch, ReqChunk
 from truespec.config import EngineConfig
 from truespec.kernels.api import KVBuffers
 from truespec.kvcache import LayerSpec
 from truespec.models.drafters.mtp import MtpHeads, load_mtp
 from truespec.models.llama import CausalLM
-from truespec.speculative.base import EngineParts, StepState, WorkerPlan, chain_draft
+from truespec.speculative.base import EngineParts, StepState, WorkerPlan
 from truespec.speculative.chains import draft_of_chains, stack_steps
 from truespec.speculative.contract import Draft
+from truespec.speculative.drafter_worker import Drafting
 from truespec.speculative.eagle_base import Carried, EagleBase, Window, known_from, make_window
 
 
@@ -34,7 +34,7 @@ class MultiLayerEagleWorker(EagleBase):
     }
 
     def __init__(self, parts: EngineParts, plan: WorkerPlan, drafter: MtpHeads) -> None:
-        super().__init__(parts, plan)
+        super().__init__(parts, plan, target_ids=None)
         self.heads, self.is_chained = drafter.heads[: self.num_drafts], drafter.is_chained
         self.capture = self.heads[0].capture
 
@@ -54,21 +54,14 @@ class MultiLayerEagleWorker(EagleBase):
             lookahead=num_steps,
         )
 
-    def draft(self, batch: Batch) -> Draft:
-        chunks = [chunk for chunk in batch.chunks if chunk.samples]
-        counts = [self.planned_drafts(chunk) for chunk in chunks]
-        active = [index for index, count in enumerate(counts) if count]
-        if not active:
-            return chain_draft(batch, [[] for _ in chunks], [[] for _ in chunks])
-        drafting = [chunks[index] for index in active]
-        wanted = [counts[index] for index in active]
-        values = self.sampler.rows(drafting)
+    def make_drafts(self, drafting: Drafting) -> Draft:
+        values = self.sampler.rows(drafting.chunks)
         window = self._carried_window(drafting)
         everything = np.arange(len(window.positions))
         lasts = torch.tensor(list(window.last_rows(everything).values()))
         rows = self.causal_rows(window.reqs, window.row_to_req, window.positions)
         hidden, steps = window.hidden, []
-        for step, head in enumerate(self.heads[: max(wanted)]):
+        for step, head in enumerate(self.heads[: max(drafting.counts)]):
             token_ids = window.token_ids(everything, 1 + step)
             out = head.forward(hidden, token_ids, rows, self._head_kv(step))
             steps.append(self.sampler.choose(head.logits(out[lasts]), values, step))
@@ -76,7 +69,7 @@ class MultiLayerEagleWorker(EagleBase):
                 known.append(token_id)
             if self.is_chained:
                 hidden = out
-        return draft_of_chains(batch, active, wanted, stack_steps(steps))
+        return draft_of_chains(drafting.batch, drafting.places, drafting.counts, stack_steps(steps))
 
     def extend(self, state: StepState) -> None:
         read = self.heads[0].inputs(state.output, state.committed.rows)
@@ -103,12 +96,12 @@ class MultiLayerEagleWorker(EagleBase):
         ):
             self.carried[req.rid] = Carried(end, own[-count:].clone())
 
-    def _carried_window(self, chunks: list[ReqChunk]) -> Window:
+    def _carried_window(self, drafting: Drafting) -> Window:
         """The carried rows of decoding requests, with their known tokens."""
-        states = [self.carried_of(chunk) for chunk in chunks]
+        states = [self.carried_of(chunk) for chunk in drafting.chunks]
         lengths = np.array([len(own) for own in states])
-        firsts = np.array([chunk.start for chunk in chunks]) - lengths
-        reqs = [chunk.req for chunk in chunks]
+        firsts = np.array([chunk.start for chunk in drafting.chunks]) - lengths
+        reqs = drafting.reqs
         tokens = [known_from(req, first) for req, first in zip(reqs, firsts.tolist(), strict=True)]
         return make_window(reqs, firsts, lengths, torch.cat(states), tokens)
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from truespec.batch import Batch
 from truespec.speculative.contract import Draft
 
 
@@ -84,14 +85,14 @@ class TreePool:
         return torch.zeros_like(self.scores, dtype=torch.bool).scatter_(1, best, is_kept)
 
 
-def draft_of_trees(roots: Tensor, active: list[int], pool: TreePool, kept: Tensor) -> Draft:
+def draft_of_trees(batch: Batch, active: list[int], pool: TreePool, kept: Tensor) -> Draft:
     """Roots with the kept nodes behind them.
 
     Args:
-        roots: [bs] int64 last known tokens of the sampling chunks.
-        active: which of these the pool is for, ascending; n of them.
+        active: which of the batch's sampling chunks the pool is for, ascending; n of them.
         kept: [n, P] of `TreePool.select`.
     """
+    roots = torch.tensor([chunk.req.last_token_id for chunk in batch.chunks if chunk.samples])
     places = torch.tensor(active)
     shape = (len(roots), 1 + kept.shape[1])
     is_row = torch.zeros(shape, dtype=torch.bool)
