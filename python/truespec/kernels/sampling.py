@@ -132,12 +132,12 @@ def _choose_numba(
     flat, stride = flat_fp32(logits if is_whole else logits[begin:end])
     flat_np = flat.numpy()
     ids = identity_ids(vocab_size).numpy()
-    params = [r.contiguous().numpy() for r in rows]
+    params = tuple(r.contiguous().numpy() for r in rows)
     results = tuple(o.numpy() for o in out)
 
     def run(first: int, last: int) -> None:
         sample_rows(
-            flat_np, stride, begin, begin + first, begin + last, vocab_size, ids, *params, results
+            flat_np, stride, begin, begin + first, begin + last, vocab_size, ids, params, results
         )
 
     run_row_ranges(run, end - begin, vocab_size)

@@ -34,26 +34,13 @@ _RADIX = ((21, 2047), (10, 2047), (0, 1023))  # (shift, bucket mask), most signi
 
 
 @kernel
-def sample_rows(  # type: ignore[no-untyped-def]
-    flat,
-    stride,
-    origin,
-    begin,
-    end,
-    vocab,
-    all_ids,
-    temperature,
-    top_k,
-    top_p,
-    log_min_p,
-    seed,
-    position,
-    out,
-):
+def sample_rows(flat, stride, origin, begin, end, vocab, all_ids, params, out):  # type: ignore[no-untyped-def]
     """Rows begin .. end - 1; row i is at (i - origin) * stride of `flat`.
 
-    `all_ids` [vocab] int32 counts up from 0. `out`: ids, failed, threshold, tie.
+    `all_ids` [vocab] int32 counts up from 0. `params`: temperature, top-k, top-p, log of min-p,
+    seed, position. `out`: ids, failed, threshold, tie.
     """
+    temperature, top_k, top_p, log_min_p, seed, position = params
     ids, failed, threshold, tie_id = out
     block_max = np.empty(num_blocks(vocab), np.int32)
     any_filter = False
