@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 import subprocess
 import sys
@@ -23,13 +22,11 @@ class Started(NamedTuple):
 def started(model: Path, *flags: str, ready: bool = True) -> Iterator[Started]:
     """A server process on a free port; killed after the block."""
     command = [sys.executable, "-m", "truespec.launch_server", "--model-path", str(model)]
-    environment = {**os.environ, "TRUESPEC_CPU_KERNELS": "torch"}
     process = subprocess.Popen(
-        [*command, "--port", "0", "--max-total-tokens", "4096", *flags],
+        [*command, "--port", "0", "--max-total-tokens", "4096", "--num-threads", "1", *flags],
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        env=environment,
     )
     try:
         output = read_until(process, "ready at " if ready else "tokenizer loaded")

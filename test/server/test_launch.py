@@ -42,7 +42,9 @@ def test_the_engine_ends_when_its_server_is_killed(tiny_llama: Path) -> None:
         wait_until_gone(engines)
 
 
-@pytest.mark.parametrize("sent", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize(
+    "sent", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.full)]
+)
 def test_a_server_that_is_told_to_stop_while_it_loads_ends_tidily(
     tiny_llama: Path, sent: signal.Signals
 ) -> None:
@@ -59,3 +61,11 @@ def test_a_model_that_is_not_there_is_said_with_status_2(tmp_path: Path) -> None
     ended = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert ended.returncode == 2
     assert "missing" in ended.stderr
+
+
+def test_an_engine_that_cannot_start_is_said_with_status_1(tiny_llama: Path) -> None:
+    command = [sys.executable, "-m", "truespec", "serve", str(tiny_llama), "--port", "0"]
+    command += ["--speculative-algorithm", "DSPARK"]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert ended.returncode == 1
+    assert "--speculative-draft-model-path" in ended.stderr

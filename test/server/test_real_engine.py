@@ -153,3 +153,22 @@ def test_max_tokens_0_scores_and_frees_everything(http: httpx.Client) -> None:
     assert choice["token_ids"] == []
     load = http.get("/v1/loads").json()["loads"][0]
     assert (load["num_reqs"], load["num_tokens"]) == (0, 0)
+
+
+@pytest.mark.parametrize("mode", ["raw", "temperature", "processed"])
+def test_b35_masks_and_filters_leave_valid_json_and_finite_values(
+    http: httpx.Client, mode: str
+) -> None:
+    asks = [
+        {"structured_outputs": {"choice": ["aaaa"]}, "ignore_eos": False, "logprobs": 5},
+        {"top_k": 1, "echo": True, "logprobs": 5},
+    ]
+    for fields in asks:
+        choice = complete(http, logprobs_mode=mode, temperature=1, **fields)["choices"][0]
+        logprobs = choice["logprobs"]
+        for value, top in zip(logprobs["token_logprobs"], logprobs["top_logprobs"], strict=True):
+            assert value is None or -1000 < value <= 0
+            assert top is None or all(-1000 < other <= 0 for other in top.values())
+            assert top is None or len(top) <= 6
+        if mode == "processed":
+            assert logprobs["token_logprobs"][-1] == pytest.approx(0)

@@ -2,12 +2,23 @@
 
 from __future__ import annotations
 
+import asyncio
 from itertools import pairwise
 
 import pytest
+from byte_backend import byte_backend
 from live import Live, live_server
 
 from truespec.config import ServerConfig
+from truespec.core import Finish, TokenRecord
+from truespec.message import Output, Submit
+from truespec.params import SamplingParams
+from truespec.server.engine_client import Generation
+from truespec.server.openai_replies import CompletionReply, ReplyOptions
+from truespec.server.openai_routes import OpenAIStream
+from truespec.server.streaming import Batcher, EventStream
+from truespec.tokenizer.request_state import RequestState
+from truespec.tokenizer.token_table import TokenTable
 
 TEXT = "say:ha ha, ünï€😀 done|"
 
@@ -160,3 +171,41 @@ def test_chunks_of_a_native_batch_say_whose_they_are(live: Live) -> None:
     body = {"text": ["say:ab|", "say:cdef|"], "sampling_params": {"max_new_tokens": 64}}
     last = {event["index"]: event["text"] for event in live.events("/generate", body)}
     assert last == {0: "ab", 1: "cdef"}
+
+
+def test_a_failed_choice_ends_the_stream_and_the_other_choices(live: Live) -> None:
+    body = {"prompt": ["hang:", "fail:"], "max_tokens": 9}
+    events = live.events("/v1/completions", body)
+    assert [event for event in events if "error" in event] == events[-1:]
+    live.wait(lambda: live.engine.num_running == 0)
+    assert live.service.client.num_open == 0
+
+
+def test_output_that_came_before_the_stream_began_is_not_lost() -> None:
+    table = TokenTable(byte_backend())
+    state = RequestState(Submit("r", [1], SamplingParams()), table)
+    generation = Generation(ClosedClient(), [state])
+    generation.put(state, state.feed(Output("r", [TokenRecord(70, "prefill")], Finish("length"))))
+    options = ReplyOptions("id", 0, "m", 1, None, table)
+    reply = CompletionReply(options, [state])
+    stream = OpenAIStream(reply, Batcher(1, 1, one_per_piece=False))
+    sent: list[bytes] = []
+
+    async def send(message: dict) -> None:
+        sent.append(message.get("body", b""))
+
+    async def receive() -> dict:
+        await asyncio.sleep(60)
+        return {"type": "http.disconnect"}
+
+    asyncio.run(asyncio.wait_for(EventStream(generation, stream)({}, receive, send), 5))
+    text = b"".join(sent).decode()
+    assert table.text_of(70) in text
+    assert text.endswith("data: [DONE]\n\n")
+
+
+class ClosedClient:
+    """What a generation needs of its client when all is over."""
+
+    def close(self, generation: Generation) -> None:
+        assert generation.is_done

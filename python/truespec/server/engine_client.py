@@ -84,8 +84,8 @@ class Generation:
 
     @property
     def is_done(self) -> bool:
-        """Every choice has sent its last piece."""
-        return self._num_open == 0
+        """Every choice has ended, and all that it sent was taken."""
+        return self._num_open == 0 and not self._events
 
     def put(self, state: RequestState, pieces: list[Piece]) -> None:
         """Take new pieces of a choice; called by the client."""
@@ -119,7 +119,9 @@ class Generation:
         return ApiError(500, message, code="generation_failed")
 
     def close(self) -> None:
-        """Abort what still runs; called when the reader is done or gone."""
+        """Abort what still runs and drop what was not taken; the reader is done or gone."""
+        self._num_open = 0
+        self._events.clear()
         self._client.close(self)
 
 
