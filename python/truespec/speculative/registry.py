@@ -20,6 +20,7 @@ from truespec.engine.worker import ModelInfo
 from truespec.kernels import kernel_set
 from truespec.kernels.reference_selftest import self_test_row_invariance
 from truespec.kvcache import KVCache, KVPool, LayerSpec
+from truespec.layers.warm_up import compile_row_kernels
 from truespec.models.config import ModelConfig
 from truespec.models.drafters.checkpoint import read_fields
 from truespec.models.llama import CausalLM
@@ -85,6 +86,7 @@ def build_worker(
             num_threads=config.num_threads or env.num_threads(),
             progress=lambda what: progress(f"compiling {what}", 0.0),
         )
+        compile_row_kernels()
     with phase("model"):
         target = load_model(config.model_path, kernels, dtype=config.dtype)
     if kernels.name == "torch" and device == "cpu":
