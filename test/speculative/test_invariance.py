@@ -8,31 +8,24 @@ refused as intended, since otherwise the comparison would prove nothing.
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import partial
-from pathlib import Path
+from itertools import product
 
 import pytest
+from drafters import DRAFTERS, drafter_engine
 from harness import (
     FAMILIES,
     PLENTY,
     Engine,
     Job,
     Result,
-    engine_config,
     expect_plain,
-    make_engine,
     make_params,
     make_prompts,
     pairwise_rows,
     total,
 )
 from oracle import erring, guessing, numbered, oracle_engine, perfect, wrong
-
-import tiny_drafters
-from tiny import Option
-from truespec.config import Algorithm
 
 MAX_TOKENS = 24
 PROMPTS = make_prompts(12)
@@ -115,46 +108,6 @@ SETTINGS = [
     Setting(*row)
     for row in pairwise_rows([FAMILIES, (PLENTY, 128), (256, 11, 32), (True, False), (1, 3, 8)])
 ]
-DRAFTERS: dict[str, tuple[Algorithm, Callable[[Path], Path] | None, dict[str, Option]]] = {
-    "ngram": ("NGRAM", None, {"num_draft_tokens": 5}),
-    "dspark": ("DSPARK", tiny_drafters.dspark, {}),
-    "dspark threshold": ("DSPARK", tiny_drafters.dspark, {"dspark_confidence_threshold": 0.4}),
-    "dspark short": ("DSPARK", tiny_drafters.dspark, {"dspark_block_size": 3}),
-    "dflash": ("DFLASH", tiny_drafters.dflash, {}),
-    "eagle3 chain": ("EAGLE3", tiny_drafters.eagle3, {"num_steps": 4}),
-    "eagle3 tree 2x2": ("EAGLE3", tiny_drafters.eagle3, {"num_steps": 2, "eagle_topk": 2}),
-    "eagle3 tree 4x4": (
-        "EAGLE3",
-        tiny_drafters.eagle3,
-        {"num_steps": 4, "eagle_topk": 4, "num_draft_tokens": 17},
-    ),
-    "eagle3 tree 7x4 of 8": (
-        "EAGLE3",
-        tiny_drafters.eagle3,
-        {"num_steps": 7, "eagle_topk": 4, "num_draft_tokens": 8},
-    ),
-    "eagle chain": ("EAGLE", tiny_drafters.eagle1, {"num_steps": 3}),
-    "multi-layer chained": (
-        "EAGLE",
-        partial(tiny_drafters.mtp, family="step", num_heads=3),
-        {"enable_multi_layer_eagle": True},
-    ),
-    "multi-layer not chained": (
-        "NEXTN",
-        partial(tiny_drafters.mtp, family="mimo_v2", num_heads=4),
-        {"enable_multi_layer_eagle": True},
-    ),
-    "nextn": ("NEXTN", partial(tiny_drafters.mtp, family="mimo"), {"num_steps": 3}),
-}
-
-
-@pytest.fixture(scope="module")
-def drafters(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path | None]:
-    """The files of every drafter."""
-    root = tmp_path_factory.mktemp("drafters")
-    return {
-        name: None if make is None else make(root / name) for name, (_, make, _) in DRAFTERS.items()
-    }
 
 
 def _driven(setting: Setting, engine: Engine, seed: int) -> list[Result]:
@@ -172,23 +125,24 @@ def _driven(setting: Setting, engine: Engine, seed: int) -> list[Result]:
 
 
 @pytest.mark.parametrize("name", DRAFTERS)
-def test_no_setting_of_the_engine_shows_in_what_a_drafter_returns(
-    name: str, drafters: dict[str, Path | None]
-) -> None:
-    algorithm, _, options = DRAFTERS[name]
+def test_no_setting_of_the_engine_shows_in_what_a_drafter_returns(name: str) -> None:
     counts, retractions = [], 0
     for index, setting in enumerate(SETTINGS):
-        config = engine_config(
-            algorithm,
-            drafter=drafters[name],
-            pool=setting.pool,
-            chunk=setting.chunk,
-            prefix=setting.prefix,
-            **options,
+        engine = drafter_engine(
+            name, setting.family, pool=setting.pool, chunk=setting.chunk, prefix=setting.prefix
         )
-        engine = make_engine(setting.family, config)
         counts += [result.acceptance for result in _driven(setting, engine, index)]
         retractions += engine.num_retractions
     assert retractions > 3, "the small pool was never too small"
     accepted = sum(count.num_accepted for count in counts)
     assert 0 < accepted < sum(count.num_drafts for count in counts)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", DRAFTERS)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_no_setting_shows_in_the_full_product(family: str, name: str) -> None:
+    for pool, chunk, prefix in product((PLENTY, 128), (256, 11, 32, 1), (True, False)):
+        engine = drafter_engine(name, family, pool=pool, chunk=chunk, prefix=prefix)
+        for start in range(0, len(JOBS), 8):
+            expect_plain(family, JOBS[start : start + 8], engine.run(JOBS[start : start + 8]))
