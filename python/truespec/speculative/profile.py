@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from itertools import accumulate
 
 from truespec.batch import Batch, ReqChunk
 from truespec.core import Req
@@ -38,7 +39,9 @@ def _table(sizes: tuple[int, ...], measure: Callable[[int], float | None]) -> Co
         seconds = measure(size)
         if seconds is not None:
             found.append((size, seconds))
-    return CostTable(tuple(s for s, _ in found), tuple(t for _, t in found))
+    # A smaller size never costs more than a larger one; where it seems to, something else ran.
+    seconds = list(accumulate((t for _, t in reversed(found)), min))[::-1]
+    return CostTable(tuple(size for size, _ in found), tuple(seconds))
 
 
 def _step_seconds(worker: SpecWorker, count: int, *, drafts: bool) -> float | None:
