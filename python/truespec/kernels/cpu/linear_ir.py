@@ -1,7 +1,8 @@
 """The linear kernel of a panel format: y[m, n] = x[m, k] W^T over a range of panels.
 
-Every output is one chain of fp32 FMAs with k ascending, so a row's result depends neither on the
-number of rows nor on how they are blocked. Few rows: weights are widened on the fly. More rows: a
+Every output is a sum of chains of fp32 FMAs, one chain per 128 consecutive k, k ascending: the
+short chains keep rounding below that of a library's product, and a row's result depends neither on
+the number of rows nor on how they are blocked. Few rows: weights are widened on the fly. More rows: a
 panel is widened once into scratch and read by every block of rows.
 """
 
@@ -17,6 +18,7 @@ from .emit import F32, Emit, i64, new_function, splat
 from .formats import FORMATS, PANEL, ROW_BYTES, Format, emit_group
 
 PREFETCH_BYTES = 3072
+SPAN = 128  # consecutive k of one chain; a multiple of every format's group
 NUM_ARGS = 11
 
 
@@ -44,7 +46,30 @@ def _row_block(
     module: ir.Module, f: Format, rows: int, vectors: int, *, prefetch: bool
 ) -> ir.Function:
     """block(x, ldx, w, groups, y, ldy): `rows` rows times 16 * `vectors` outputs."""
-    e = new_function(module, f"{f.name}_{rows}{'p' * prefetch}", 6, private=True)
+    name = f"{f.name}_{rows}{'p' * prefetch}"
+    span = _span(module, f, rows, vectors, prefetch=prefetch, name=f"{name}_span")
+    e = new_function(module, name, 6, private=True)
+    x, ldx, w, groups, y, ldy = e.args
+    groups_per_span = SPAN // f.group
+    for r in range(rows):
+        for v in range(vectors):
+            e.store(splat(F32, 0.0), e.address(y, e.times(ldy, r), 64 * v))
+    with e.loop(groups, step=groups_per_span) as first:
+        inputs = e.address(x, e.times(first, f.group * 4))
+        weights = e.address(w, e.times(first, f.words * ROW_BYTES))
+        left = e.b.sub(groups, first)
+        enough = e.b.icmp_signed("<", left, i64(groups_per_span))
+        count = e.b.select(enough, left, i64(groups_per_span))
+        e.b.call(span, [inputs, ldx, weights, count, y, ldy])
+    e.b.ret(i64(0))
+    return e.b.function
+
+
+def _span(
+    module: ir.Module, f: Format, rows: int, vectors: int, *, prefetch: bool, name: str
+) -> ir.Function:
+    """span(x, ldx, w, groups, y, ldy): y += one chain per output over some groups."""
+    e = new_function(module, name, 6, private=True)
     x, ldx, w, groups, y, ldy = e.args
     sums = [[e.variable(splat(F32, 0.0)) for _ in range(vectors)] for _ in range(rows)]
     with e.loop(groups) as g:
@@ -64,7 +89,8 @@ def _row_block(
         emit_group(e, f, base, vectors, add_products)
     for r in range(rows):
         for v, slot in enumerate(sums[r]):
-            e.store(e.get(slot), e.address(y, e.times(ldy, r), 64 * v))
+            target = e.address(y, e.times(ldy, r), 64 * v)
+            e.store(e.b.fadd(e.load_f32x16(target), e.get(slot)), target)
     e.b.ret(i64(0))
     return e.b.function
 
