@@ -2,8 +2,8 @@
 
 Every output is a sum of chains of fp32 FMAs, one chain per 128 consecutive k, k ascending: the
 short chains keep rounding below that of a library's product, and a row's result depends neither on
-the number of rows nor on how they are blocked. Few rows: weights are widened on the fly. More rows: a
-panel is widened once into scratch and read by every block of rows.
+the number of rows nor on how they are blocked. Few rows: weights are widened on the fly. More
+rows: a panel is widened once into scratch and read by every block of rows.
 """
 
 from __future__ import annotations

@@ -177,7 +177,10 @@ class CpuStack(DecoderStack):
 def _check_shape(shape: StackShape) -> None:
     """Raises ValueError for a shape the kernels cannot compute."""
     if shape.head_dim % 16:
-        raise ValueError(f"head_dim is {shape.head_dim}, a multiple of 16 is needed")
+        raise ValueError(
+            f"head_dim is {shape.head_dim}, the compiled kernels need a multiple of 16 "
+            "(TRUESPEC_CPU_KERNELS=torch runs any)"
+        )
     if shape.num_heads % shape.num_kv_heads:
         raise ValueError(f"{shape.num_heads} heads cannot share {shape.num_kv_heads} KV heads")
 
