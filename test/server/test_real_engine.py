@@ -172,3 +172,13 @@ def test_b35_masks_and_filters_leave_valid_json_and_finite_values(
             assert top is None or len(top) <= 6
         if mode == "processed":
             assert logprobs["token_logprobs"][-1] == pytest.approx(0)
+
+
+def test_a_grammar_may_name_special_tokens(http: httpx.Client) -> None:
+    grammar = {"grammar": 'start: "ab" <|im_end|>'}
+    fields = {"structured_outputs": grammar, "ignore_eos": False, "skip_special_tokens": False}
+    choice = complete(http, include_stop_str_in_output=True, **fields)["choices"][0]
+    assert choice["text"] == "ab<|im_end|>"
+    body = {"prompt": PROMPT, "structured_outputs": {"grammar": "start: <|nobody|>"}}
+    reply = http.post("/v1/completions", json=body)
+    assert (reply.status_code, reply.json()["error"]["param"]) == (400, "structured_outputs")
