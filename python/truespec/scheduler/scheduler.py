@@ -93,7 +93,7 @@ class Scheduler:
             result = self._worker.step(batch)
         except Exception as error:  # the step is lost, the engine is not
             logger.exception("a step failed; its %d requests are ended", len(batch.chunks))
-            return outputs + self._fail(batch, f"internal error: {error}")
+            return outputs + self._fail(batch, f"internal error ({type(error).__name__})")
         self._num_steps += 1
         self._num_rows += sum(c.num_rows for c in batch.chunks) + sum(result.num_drafts)
         return outputs + self._commit(batch, result)
