@@ -78,10 +78,10 @@ def write(directory: Path, tensors: Mapping[str, Tensor], config: Mapping[str, o
     return directory
 
 
-def draft_vocabulary(size: int) -> dict[str, Tensor]:
+def draft_vocabulary(size: int, vocab: int) -> dict[str, Tensor]:
     """d2t (offsets) and t2d of a random subset of the target's ids."""
-    kept = torch.randperm(VOCAB)[:size].sort().values
-    is_kept = torch.zeros(VOCAB, dtype=torch.bool)
+    kept = torch.randperm(vocab)[:size].sort().values
+    is_kept = torch.zeros(vocab, dtype=torch.bool)
     is_kept[kept] = True
     return {"d2t": kept - torch.arange(size), "t2d": is_kept}
 
@@ -93,9 +93,11 @@ def block_tensors(
     markov: str | None = None,
     confidence: bool = False,
     qk_norm: bool = True,
-    draft_vocab: int = VOCAB,
+    draft_vocab: int | None = None,
+    vocab: int = VOCAB,
 ) -> dict[str, Tensor]:
     """Backbone of a block drafter, with the heads that are asked for."""
+    size = draft_vocab or vocab
     tensors = {
         "fc.weight": matrix(HIDDEN, num_taps * HIDDEN),
         "hidden_norm.weight": norm(),
@@ -103,11 +105,11 @@ def block_tensors(
     }
     for index in range(num_layers):
         tensors |= layer(f"layers.{index}.", qk_norm=qk_norm)
-    if draft_vocab != VOCAB:
-        tensors |= draft_vocabulary(draft_vocab)
+    if draft_vocab is not None:
+        tensors |= draft_vocabulary(draft_vocab, vocab)
     if markov is not None:
-        tensors["markov_head.markov_w1.weight"] = torch.randn(VOCAB, RANK)
-        tensors["markov_head.markov_w2.weight"] = matrix(draft_vocab, RANK)
+        tensors["markov_head.markov_w1.weight"] = torch.randn(vocab, RANK)
+        tensors["markov_head.markov_w2.weight"] = matrix(size, RANK)
     if markov == "gated":
         tensors["markov_head.gate_proj.weight"] = matrix(RANK, HIDDEN + RANK)
         tensors["markov_head.gate_proj.bias"] = torch.randn(RANK)
@@ -127,17 +129,19 @@ def dspark(
     block_size: int = 5,
     markov: str = "vanilla",
     confidence: bool = True,
+    vocab: int = VOCAB,
     seed: int = 0,
     **fields: Option,
 ) -> Path:
     """A DSpark drafter as DeepSpec writes it (with frozen copies of the target's tensors)."""
     torch.manual_seed(seed)
-    tensors = block_tensors(2, 2, markov=markov, confidence=confidence)
+    tensors = block_tensors(2, 2, markov=markov, confidence=confidence, vocab=vocab)
     tensors |= {
-        "embed_tokens.weight": matrix(VOCAB, HIDDEN),
-        "lm_head.weight": matrix(VOCAB, HIDDEN),
+        "embed_tokens.weight": matrix(vocab, HIDDEN),
+        "lm_head.weight": matrix(vocab, HIDDEN),
     }
     config = LAYER_FIELDS | {
+        "vocab_size": vocab,
         "architectures": ["Qwen3DSparkModel"],
         "num_hidden_layers": 2,
         "block_size": block_size,
@@ -179,12 +183,13 @@ def eagle3(
     qkv_bias: bool = False,
     tap_norms: str | None = None,
     norm_before_fc: bool = False,
+    vocab: int = VOCAB,
     seed: int = 0,
     **fields: Option,
 ) -> Path:
     """An EAGLE-3 head as SpecForge writes it, with the variants that are around."""
     torch.manual_seed(seed)
-    size = draft_vocab or VOCAB
+    size = draft_vocab or vocab
     tensors = {
         "fc.weight": matrix(HIDDEN, num_taps * HIDDEN),
         "norm.weight": norm(),
@@ -196,7 +201,7 @@ def eagle3(
         tensors |= layer(prefix, attention_input=wide, qk_norm=qk_norm, qkv_bias=qkv_bias)
     tensors[f"{first_layer}.hidden_norm.weight"] = norm()
     if draft_vocab is not None:
-        tensors |= draft_vocabulary(draft_vocab)
+        tensors |= draft_vocabulary(draft_vocab, vocab)
     if tap_norms is not None:
         names = ("low", "mid", "high") if tap_norms == "aux_norm" else range(num_taps)
         for name in names:
@@ -206,6 +211,7 @@ def eagle3(
         tensors["input_norm.weight"] = norm(num_taps * HIDDEN)
     config = LAYER_FIELDS | {
         "architectures": ["LlamaForCausalLMEagle3"],
+        "vocab_size": vocab,
         "num_hidden_layers": num_layers,
         "draft_vocab_size": draft_vocab,
         "eagle_config": {
