@@ -71,7 +71,8 @@ class Checkpoint(ABC):
         """Raise `CheckpointError` if a tensor was never read: the model is another one."""
         unused = sorted(self._names() - self._used)
         if unused:
-            listed = ", ".join(unused[:5]) + (", ..." if len(unused) > 5 else "")
+            more = ", ..." if len(unused) > 5 else ""
+            listed = ", ".join(map(self._own_name, unused[:5])) + more
             raise CheckpointError(
                 f"{self._source}: {len(unused)} tensors have no place in the model: {listed}"
             )

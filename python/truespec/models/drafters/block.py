@@ -93,6 +93,11 @@ def load_block_drafter(path: Path, target: CausalLM, block_size: int | None = No
     Raises CheckpointError when a tensor or field does not fit, naming both values.
     """
     checkpoint = DrafterCheckpoint(path, _own_name)
+    if checkpoint.has("mtp.0.main_proj.weight"):
+        raise CheckpointError(
+            f"{path.name} holds a DSpark drafter bundled with DeepSeek-V4 (mtp.*), which is not "
+            "supported"
+        )
     if not (checkpoint.has("fc.weight") and checkpoint.has("hidden_norm.weight")):
         raise CheckpointError(f"{path} is no block drafter: it needs fc and hidden_norm tensors")
     fields = read_fields(path)
