@@ -14,6 +14,8 @@ import torch
 from cpu_cases import Model, causal_rows, kernels, normal, page_table
 
 from truespec.kernels.cpu import CpuKernels
+from truespec.kernels.cpu.compile import Compiler, host_cpu
+from truespec.kernels.cpu.sync_ir import SYNC_FUNCTIONS, sync_module
 
 GUARDED = Path(__file__).with_name("cpu_guarded.py")
 WIDE = Model(576, 9, 3, 64, 640, 2, "Q4_1")
@@ -62,7 +64,7 @@ def test_a_stack_outlives_the_names_of_its_weights():
     assert len(filler) == 200
 
 
-def test_memory_is_flat_over_many_steps(tmp_path):
+def test_memory_is_flat_over_many_steps():
     stack = kernels().decoder_stack(WIDE.weights(), WIDE.shape())
     table, pool = page_table(1, 4), WIDE.pool(4)
 
@@ -87,3 +89,12 @@ def test_the_second_kernel_set_of_a_machine_compiles_nothing(tmp_path):
     assert any("linear_uint4" in text for text in first)
     assert any("forward" in text for text in first)
     assert second == []
+
+
+def test_a_cache_that_cannot_be_written_is_replaced_by_a_temporary_one(tmp_path):
+    blocked = tmp_path / "file"
+    blocked.write_text("not a directory")
+    told: list[str] = []
+    compiler = Compiler(host_cpu(), blocked, told.append)
+    assert compiler.load("sync", sync_module, list(SYNC_FUNCTIONS)).keys() == SYNC_FUNCTIONS.keys()
+    assert told[0].startswith(f"cannot write {blocked}")

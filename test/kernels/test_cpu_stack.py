@@ -159,3 +159,12 @@ def test_head_sizes_that_are_not_multiples_of_16_are_refused():
     model = Model(head_dim=24)
     with pytest.raises(ValueError, match="head_dim is 24"):
         kernels().decoder_stack(model.weights(), model.shape())
+
+
+def test_rows_that_point_outside_the_tables_are_stopped_before_compiled_code():
+    model, table = Model(max_positions=32), page_table(1, 4)
+    stack = kernels().decoder_stack(model.weights(), model.shape())
+    with pytest.raises(AssertionError, match="position 32 of 32"):
+        stack.forward(normal(1, 64), causal_rows(table, [(0, 32, 33)], 16), model.pool(4))
+    with pytest.raises(AssertionError, match="slot"):
+        stack.forward(normal(1, 64), causal_rows(table + 4, [(0, 3, 4)], 16), model.pool(4))

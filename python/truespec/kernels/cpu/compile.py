@@ -61,15 +61,15 @@ class Compiler:
 
         Args:
             cpu: the target.
-            cache_dir: where objects are kept; created.
+            cache_dir: where objects are kept; created. Where that is impossible a temporary
+                directory serves this process.
             progress: told in a few words what is being compiled (not called for cached code).
         """
         llvm.initialize_native_target()
         llvm.initialize_native_asmprinter()
         self.cpu = cpu
-        self.directory = cache_dir / f"cpu-{code_version(cpu)}"
-        self.directory.mkdir(parents=True, exist_ok=True)
         self.progress = progress or (lambda _: None)
+        self.directory = self._make_directory(cache_dir / f"cpu-{code_version(cpu)}")
         target = llvm.Target.from_default_triple()
         self._machine = target.create_target_machine(
             cpu=cpu.name, features=cpu.features, opt=3, codemodel="jitdefault", jit=True
@@ -90,6 +90,18 @@ class Compiler:
         addresses = {f: int(self._engine.get_function_address(f)) for f in functions}
         assert all(addresses.values()), addresses
         return addresses
+
+    def _make_directory(self, wanted: Path) -> Path:
+        """`wanted`, or a temporary directory where it cannot be written."""
+        try:
+            wanted.mkdir(parents=True, exist_ok=True)
+            if os.access(wanted, os.W_OK):
+                return wanted
+        except OSError:
+            pass  # handled below, as a directory without write access is
+        self.progress(f"cannot write {wanted}: compiled kernels are not kept")
+        self._temporary = tempfile.TemporaryDirectory(prefix="truespec-")
+        return Path(self._temporary.name)
 
     def _compile(self, module: ir.Module) -> bytes:
         """Optimise a module and emit its object code."""

@@ -58,6 +58,7 @@ class CpuStack(DecoderStack):
             return out, captured
         x = x.contiguous()
         rows = _contiguous(rows)
+        self._check_reach(rows.positions, rows.out_slots, kv)
         self._fill_pool(kv)
         self._fill_rows(rows)
         first = self._fill_first_input(first_input)
@@ -77,6 +78,7 @@ class CpuStack(DecoderStack):
             return
         c = F.pad(c, (0, -c.shape[1] % 8)).contiguous()
         positions, out_slots = positions.int().contiguous(), out_slots.long().contiguous()
+        self._check_reach(positions, out_slots, kv)
         self._fill_pool(kv)
         f = self._fields
         f[at.CONTEXT], f[at.CONTEXT_STRIDE] = c.data_ptr(), c.shape[1]
@@ -89,6 +91,14 @@ class CpuStack(DecoderStack):
         self._buffers.fill(self._fields, num_rows)
         self._fields[at.SCRATCH], self._fields[at.SCRATCH_BYTES] = self._runtime.scratch()
         self._runtime.run(entry, self._record, num_rows * self._work_per_row)
+
+    def _check_reach(self, positions: Tensor, out_slots: Tensor, kv: KVBuffers) -> None:
+        """Rotation and storage stay inside their tables: compiled code checks nothing."""
+        last, num_positions = int(positions.max()), self._cos.shape[0]
+        assert last < num_positions, f"position {last} of {num_positions} rope positions"
+        slot, num_slots = int(out_slots.max()), kv.k.shape[1] * kv.page_size
+        assert slot < num_slots, f"slot {slot} of {num_slots}"
+        assert int(out_slots.min()) >= 0, "a row without a slot"
 
     def _describe_layer(self, layer: LayerWeights) -> list[int]:
         """A layer's row of the table."""
