@@ -3,7 +3,7 @@ import torch
 import torch.nn.functional as F
 from tiny_drafter import SHAPE, make_sequence
 
-from truespec.training.blocks import BlockBatch, all_anchors, make_batch
+from truespec.training.blocks import BlockBatch, all_anchors, category_weights, make_batch
 from truespec.training.cache import FeatureCache, FeatureSequence
 from truespec.training.dspark import _batch_teacher
 from truespec.training.dspark_model import DSparkModel, forward_blocks
@@ -86,6 +86,13 @@ def test_rounds_advance_by_accepted_drafts_and_bonus() -> None:
     # anchors 0..5; a round from anchor 0 accepts 2 and the next starts at 3; the last is cut short
     assert round_lengths(np.array([2, 0, 0, 1, 4, 3])) == [3, 2, 1]
     assert round_lengths(np.array([0, 0])) == [1, 1]
+
+
+def test_balance_moves_draws_from_sequences_to_categories() -> None:
+    categories = ["qa", "qa", "qa", "qa", "chat"]
+    assert np.allclose(category_weights(categories, 0.0), [0.2] * 5)
+    assert np.allclose(category_weights(categories, 1.0), [0.125] * 4 + [0.5])
+    assert np.allclose(category_weights(categories, 0.5), [1 / 6] * 4 + [1 / 3])
 
 
 def _exact(model: DSparkModel, batch: BlockBatch, target: Target) -> torch.Tensor:

@@ -34,7 +34,7 @@ def test_few_sequences_are_learned_by_heart(
     target: Target, cache: FeatureCache, tmp_path: Path
 ) -> None:
     task = make_task(target, cache)
-    config = LoopConfig(num_steps=200, learning_rate=6e-3, muon_min_dim=16, measure_every=200)
+    config = LoopConfig(num_steps=250, learning_rate=1.2e-2, muon_min_dim=16, measure_every=250)
     loop.train(task, tmp_path / "run", config)
     history = [json.loads(x) for x in (tmp_path / "run/history.jsonl").read_text().splitlines()]
     # Answers of 16, 18 and 20 tokens in rounds of at most 5: 4 rounds each for 15, 17, 19 tokens.
@@ -61,13 +61,6 @@ def test_a_resumed_run_ends_with_identical_weights(
         assert torch.equal(wanted, got), name
     averages = zip(end.average.parameters(), resumed.average.parameters(), strict=True)
     assert all(torch.equal(a, b) for a, b in averages)
-
-
-def test_every_sequence_is_seen_once_per_pass(target: Target, cache: FeatureCache) -> None:
-    task = make_task(target, cache)
-    seen = [task.sample_batch(i).token_ids[j, :20].tolist() for i in range(3) for j in range(2)]
-    wanted = [s.token_ids[:20].tolist() for s in cache]
-    assert sorted(seen[:3]) == sorted(seen[3:]) == sorted(wanted)
 
 
 def test_export_has_every_tensor_once_and_folds_the_tap_scale(

@@ -74,6 +74,16 @@ def sample_anchors(sequence: FeatureSequence, count: int, rng: np.random.Generat
     return rng.permutation(all_anchors(sequence))[:count]
 
 
+def category_weights(categories: Seq[str], balance: float) -> np.ndarray:
+    """Probability of drawing each sequence; [n] float64.
+
+    balance 0 draws sequences uniformly, 1 draws every category equally often.
+    """
+    _, index, counts = np.unique(categories, return_inverse=True, return_counts=True)
+    weights: np.ndarray = counts[index] ** -balance
+    return weights / weights.sum()
+
+
 def _pad(rows: list[Tensor], width: int) -> Tensor:
     out = rows[0].new_zeros((len(rows), width, *rows[0].shape[1:]))
     for target, row in zip(out, rows, strict=True):

@@ -70,6 +70,11 @@ class FeatureCache:
         return self._shards[0].layers
 
     @property
+    def categories(self) -> list[str]:
+        """Category of every sequence."""
+        return [name for shard in self._shards for name in shard.categories]
+
+    @property
     def num_answer_tokens(self) -> int:
         return sum(int(s.tensors["loss_mask"].sum()) for s in self._shards)
 

@@ -45,6 +45,7 @@ class Batching:
 
     num_sequences: int = 10
     anchors_per_sequence: int = 36
+    category_balance: float = 0.5  # 0: as recorded, 1: every category equally often
     seed: int = 0
 
 

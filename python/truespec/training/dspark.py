@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .blocks import BlockBatch, make_batch, sample_anchors
+from .blocks import BlockBatch, category_weights, make_batch, sample_anchors
 from .cache import FeatureCache
 from .config import Batching, DSparkLoss
 from .dspark_model import DSparkModel, forward_blocks
@@ -35,6 +35,7 @@ class DSparkTask:
         self.train, self.dev = train, dev
         self.batching, self.loss_config = batching, loss
         self.draft_head = target.head[draft_vocab].to(torch.bfloat16)  # [DV, H]
+        self._draw_weights = category_weights(train.categories, batching.category_balance)
 
     def loss(self, batch_index: int, progress: float) -> tuple[Tensor, dict[str, float]]:
         """Loss of one batch, and its metrics."""
@@ -52,12 +53,11 @@ class DSparkTask:
         )
 
     def sample_batch(self, batch_index: int) -> BlockBatch:
-        """Sequences come in passes over the whole cache, each pass in a new order."""
-        size, n, seed = self.batching.num_sequences, len(self.train), self.batching.seed
-        places = range(batch_index * size, (batch_index + 1) * size)
-        orders = {p // n: np.random.default_rng([seed, p // n]).permutation(n) for p in places}
-        sequences = [self.train[int(orders[p // n][p % n])] for p in places]
-        rng = np.random.default_rng([seed, batch_index, 1])
+        """Different sequences, drawn by category weight, and random anchors in each."""
+        rng = np.random.default_rng([self.batching.seed, batch_index])
+        size = min(self.batching.num_sequences, len(self.train))
+        chosen = rng.choice(len(self.train), size, replace=False, p=self._draw_weights)
+        sequences = [self.train[int(i)] for i in chosen]
         anchors = [sample_anchors(s, self.batching.anchors_per_sequence, rng) for s in sequences]
         return make_batch(sequences, anchors, self.model.shape.block_size)
 
