@@ -6,6 +6,7 @@ changed kernel or another machine never finds a stale one.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
 import tempfile
@@ -93,12 +94,10 @@ class Compiler:
 
     def _make_directory(self, wanted: Path) -> Path:
         """`wanted`, or a temporary directory where it cannot be written."""
-        try:
+        with contextlib.suppress(OSError):  # then it is not writable either
             wanted.mkdir(parents=True, exist_ok=True)
-            if os.access(wanted, os.W_OK):
-                return wanted
-        except OSError:
-            pass  # handled below, as a directory without write access is
+        if os.access(wanted, os.W_OK):
+            return wanted
         self.progress(f"cannot write {wanted}: compiled kernels are not kept")
         self._temporary = tempfile.TemporaryDirectory(prefix="truespec-")
         return Path(self._temporary.name)
