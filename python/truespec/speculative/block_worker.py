@@ -60,7 +60,7 @@ class BlockWorker(DrafterWorker):
         """Tokens of the blocks.
 
         Args:
-            hidden: [n, num_drafts, H] the block rows that draft.
+            hidden: [n, k, H] the block rows that draft, k the longest draft wanted.
             anchors: [n] int64 last known tokens.
             rows: parameters of the first drafts, [n].
         """
@@ -85,9 +85,8 @@ class BlockWorker(DrafterWorker):
         anchors = torch.tensor([req.last_token_id for req in drafting.reqs])
         hidden = self.drafter.hidden(anchors, self._block_rows(drafting.chunks), self.draft_kv)
         first = 1 if self.drafter.config.skip_first_row else 0
-        drafts = self.choose(
-            hidden[:, first : first + self.num_drafts], anchors, self.sampler.rows(drafting.chunks)
-        )
+        hidden = hidden[:, first : first + max(drafting.counts)]  # no head for rows nobody wants
+        drafts = self.choose(hidden, anchors, self.sampler.rows(drafting.chunks))
         num_rows = sum(chunk.num_rows for chunk in drafting.batch.chunks)
         lengths = self.lengths(drafting.counts, drafts, num_rows - len(drafting.chunks))
         return draft_of_chains(drafting.batch, drafting.places, lengths, drafts)
