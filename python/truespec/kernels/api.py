@@ -153,9 +153,7 @@ class DecoderStack(ABC):
         """
 
     @abstractmethod
-    def write_context(
-        self, c: Tensor, positions: Tensor, out_slots: Tensor, kv: KVBuffers
-    ) -> None:
+    def write_context(self, c: Tensor, positions: Tensor, out_slots: Tensor, kv: KVBuffers) -> None:
         """Fill K/V of every layer from one shared input (DSpark/DFlash context injection).
 
         For each layer: K = rope(k_norm(W_k c)), V = W_v c (biases included, no input norm).
