@@ -26,6 +26,7 @@ from harness import (
     total,
 )
 from oracle import erring, guessing, numbered, oracle_engine, perfect, wrong
+from self_drafter import self_drafting_engine
 
 MAX_TOKENS = 24
 PROMPTS = make_prompts(12)
@@ -53,6 +54,16 @@ def test_a_perfect_drafter_is_accepted_always_and_changes_nothing(family: str) -
     assert counts.num_accepted > 100
     for job, result in zip(JOBS, results, strict=True):
         if not job.params.stop_token_ids and job.params.ignore_eos:  # no step was cut
+            assert result.acceptance.num_accepted == result.acceptance.num_drafts
+
+
+def test_the_target_as_its_own_drafter_is_accepted_always_at_every_temperature() -> None:
+    """Filters, penalties, bias and all: the noise of drafts is that of verification."""
+    results = self_drafting_engine("llama").run(JOBS)
+    expect_plain("llama", JOBS, results)
+    for job, result in zip(JOBS, results, strict=True):
+        if not job.params.stop_token_ids and job.params.ignore_eos:
+            assert result.acceptance.num_drafts > 0
             assert result.acceptance.num_accepted == result.acceptance.num_drafts
 
 
