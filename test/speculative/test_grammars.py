@@ -159,6 +159,9 @@ def test_a_matcher_is_made_again_from_the_output_after_a_retraction(grammars: Gr
     found = grammars.constrain(batch_of(req), draft_of([[(C, 0), (A, 1)]]))
     assert found.draft.token_ids.tolist() == [4, C]
     assert allowed(found.masks[0]) == {C}
+    grammars.forget(req)
+    namesake = grammar_req("[a-d]b")
+    assert grammars.constrain(batch_of(namesake), draft_of([[(D, 0)]])).draft.token_ids[1] == D
 
 
 def test_with_rejection_a_forbidden_draft_stays_alone(grammars: Grammars) -> None:
