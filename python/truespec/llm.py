@@ -159,7 +159,7 @@ class LLM:
                 batch = Batch([ReqChunk(req, start, count, samples=False, max_drafts=0)])
                 output = runner.forward(prepare_known_rows(batch, cache), tuple(layers))
                 assert output.features is not None, "layers were captured"
-                taps.append(output.features.unflatten(1, (len(layers), -1)))
+                taps.append(output.features.view(count, len(layers), -1))
                 last.append(output.hidden)
         finally:
             cache.release(req, keep=False)

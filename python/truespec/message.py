@@ -23,7 +23,7 @@ class Submit(msgspec.Struct, frozen=True, tag=True):
 
 
 class Abort(msgspec.Struct, frozen=True, tag=True):
-    """Stop a request: its client left, or a stop string matched. No answer if it is already over."""
+    """Stop a request: its client left, or a stop string matched. No answer if it is over."""
 
     rid: str
     reason: str = ""
@@ -132,6 +132,4 @@ class CacheFlushed(msgspec.Struct, frozen=True, tag=True):
     num_pages: int
 
 
-FromEngine = (
-    Outputs | EngineReady | EngineProgress | EngineFailed | EngineState | CacheFlushed
-)
+FromEngine = Outputs | EngineReady | EngineProgress | EngineFailed | EngineState | CacheFlushed

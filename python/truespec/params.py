@@ -117,7 +117,7 @@ def random_seed() -> int:
 
 
 def choice_seed(seed: int, choice: int) -> int:
-    """Seed of choice `choice` of a request: choice 0 uses `seed` itself, others mix in their number.
+    """Seed of a choice: choice 0 uses `seed` itself, others mix in their number.
 
     The mix is one round of splitmix64, cut to 53 bits so that it can be reported and repeated.
     """

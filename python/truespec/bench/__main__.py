@@ -6,10 +6,11 @@ import argparse
 import json
 import sys
 from pathlib import Path
+from typing import get_args
 
 from truespec.bench.card import as_json, markdown, plot
 from truespec.bench.spec import Plan, bench
-from truespec.config import EngineConfig, options
+from truespec.config import Algorithm, EngineConfig, options
 from truespec.utils.command_line import add_flags
 
 
@@ -36,7 +37,8 @@ def main() -> int:
         speed_prompts=given["speed_prompts"],
         rounds=given["rounds"],
     )
-    figures = bench(config, given["algorithms"].split(","), given["prompts"], plan)
+    algorithms = [name for name in get_args(Algorithm) if name in given["algorithms"].split(",")]
+    figures = bench(config, algorithms, given["prompts"], plan)
     card = markdown(figures)
     sys.stdout.write(card)
     if given["out"] is not None:

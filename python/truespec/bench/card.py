@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
+from truespec.bench.acceptance import AcceptedLengths
 from truespec.bench.spec import Figures
 
 
@@ -75,7 +76,7 @@ def plot(figures: Mapping[str, Figures], path: Path) -> None:
     plt.close(fig)
 
 
-def _greedy(one: Figures) -> Mapping[str, object]:
+def _greedy(one: Figures) -> Mapping[str, AcceptedLengths]:
     return one.lengths[min(one.lengths)]
 
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from truespec.bench.acceptance import AcceptedLengths, accepted_lengths
-from truespec.config import EngineConfig
+from truespec.config import Algorithm, EngineConfig
 from truespec.llm import LLM, Generation
 from truespec.params import SamplingParams
 
@@ -72,16 +72,15 @@ def read_prompts(path: Path, llm: LLM) -> list[BenchPrompt]:
 
 
 def bench(
-    base: EngineConfig, algorithms: Sequence[str], prompts_path: Path, plan: Plan
+    base: EngineConfig, algorithms: Sequence[Algorithm], prompts_path: Path, plan: Plan
 ) -> dict[str, Figures]:
     """Figures per algorithm; "NONE" is plain decoding. Drafts are made whether they pay or not
     where lengths are measured, and as the planner says where speed is."""
-    engines = {}
-    for name in algorithms:
-        config = replace(base, speculative_algorithm=name, model_path=base.model_path)
-        engines[name] = LLM(config)  # type: ignore[arg-type]
+    engines: dict[str, LLM] = {}
+    for algorithm in algorithms:
+        engines[algorithm] = LLM(replace(base, speculative_algorithm=algorithm))
     prompts = read_prompts(prompts_path, next(iter(engines.values())))
-    figures = {name: Figures() for name in algorithms}
+    figures = {name: Figures() for name in engines}
     for name, llm in engines.items():
         costs, llm.worker.planner.costs = llm.worker.planner.costs, None
         for temperature in plan.temperatures:

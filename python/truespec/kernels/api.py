@@ -17,9 +17,9 @@ class Weight:
     """A matrix as the checkpoint stores it.
 
     Attributes:
-        data: [n, k] of `dtype` float32, bfloat16 or float16; or [n, bytes per row] uint8 GGUF blocks.
-        type: GGUF's name of the type: "F32", "BF16", "F16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1",
-            "Q4_K", "Q5_K", "Q6_K".
+        data: [n, k] float32, bfloat16 or float16; or [n, bytes per row] uint8 GGUF blocks.
+        type: GGUF's name of the type: "F32", "BF16", "F16", "Q8_0", "Q4_0", "Q4_1", "Q5_0",
+            "Q5_1", "Q4_K", "Q5_K", "Q6_K".
         shape: (n, k): n outputs, k inputs.
     """
 
@@ -84,7 +84,7 @@ class KVBuffers:
     Blocks of 16 consecutive positions never cross a page. Layouts (fp32 or bf16):
 
     Attributes:
-        k: [num_layers, num_pages, page_size / 16, kv_heads, head_dim, 16] keys transposed in blocks.
+        k: [num_layers, num_pages, page_size / 16, kv_heads, head_dim, 16], blocks transposed.
         v: [num_layers, num_pages, page_size / 16, kv_heads, 16, head_dim].
     """
 

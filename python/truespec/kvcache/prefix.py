@@ -103,7 +103,8 @@ class PrefixCache:
 
         Returns the last node and the cache's pages along the path (they replace the given ones).
         """
-        node, kept = self.root, []
+        node = self.root
+        kept: list[int] = []
         if not self.enabled:
             return node, kept
         known = min(num_valid, len(token_ids) - self._lookahead)

@@ -123,7 +123,7 @@ class SafetensorsCheckpoint(Checkpoint):
                 self._handles[path] = safe_open(path, framework="pt")
             except (FileNotFoundError, SafetensorError) as error:
                 raise CheckpointError(f"{path}: {error}") from None
-            names = self._handles[path].keys()  # type: ignore[no-untyped-call]  # the library
+            names = self._handles[path].keys()
             self._files.update(dict.fromkeys(names, path))
 
     def has(self, name: str) -> bool:
@@ -136,7 +136,7 @@ class SafetensorsCheckpoint(Checkpoint):
 
     def _load(self, name: str) -> StoredTensor:
         handle = self._handles[self._files[name]]
-        data: Tensor = handle.get_tensor(name)  # type: ignore[no-untyped-call]  # the library
+        data: Tensor = handle.get_tensor(name)
         if data.dtype not in TYPE_NAMES:
             raise CheckpointError(
                 f"{self._source}: tensor {name} has type {data.dtype}, "

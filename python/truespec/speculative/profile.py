@@ -36,9 +36,9 @@ def _table(sizes: tuple[int, ...], measure: Callable[[int], float | None]) -> Co
     for size in sizes:
         if len(found) >= 2 and time.perf_counter() - begin > BUDGET_SECONDS:
             break
-        seconds = measure(size)
-        if seconds is not None:
-            found.append((size, seconds))
+        measured = measure(size)
+        if measured is not None:
+            found.append((size, measured))
     # A smaller size never costs more than a larger one; where it seems to, something else ran.
     seconds = list(accumulate((t for _, t in reversed(found)), min))[::-1]
     return CostTable(tuple(size for size, _ in found), tuple(seconds))

@@ -78,7 +78,7 @@ class BlockDrafter:
         x = self.mask_embedding.expand(len(anchor_ids), size, -1).clone()
         x[:, 0] = self.target.embed(anchor_ids)
         out, _ = self.stack.forward(x.flatten(0, 1), rows, kv)
-        return self._norm(out, self.norm).unflatten(0, (-1, size))
+        return self._norm(out, self.norm).view(-1, size, out.shape[1])
 
     def _norm(self, x: Tensor, weight: Tensor) -> Tensor:
         return self.target.kernels.rms_norm(x, weight, self.config.layer.rms_norm_eps)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, cast, get_args
 
 from truespec.models.config import ModelConfig
 from truespec.models.drafters.checkpoint import (
@@ -113,9 +113,10 @@ def _skips_first_row(fields: Fields, *, has_markov: bool) -> bool:
 
 def _markov_type(fields: Fields) -> MarkovType:
     kind = fields.get("markov_head_type")
-    if kind not in ("vanilla", "gated", "rnn"):
+    found = next((known for known in get_args(MarkovType) if known == kind), None)
+    if found is None:
         raise fields.error("markov_head_type", "vanilla, gated or rnn")
-    return kind  # type: ignore[return-value]  # narrowed by the test above
+    return cast(MarkovType, found)
 
 
 def _temperatures(fields: Fields) -> tuple[float, ...] | None:

@@ -53,12 +53,13 @@ class DrafterCheckpoint(SafetensorsCheckpoint):
     def shape(self, name: str) -> tuple[int, ...]:
         """Of a stored tensor, without reading it."""
         stored = self._stored[name]
-        return tuple(self._handles[self._files[stored]].get_slice(stored).get_shape())
+        shape: list[int] = self._handles[self._files[stored]].get_slice(stored).get_shape()
+        return tuple(shape)
 
     def integers(self, name: str, size: int) -> Tensor:
         """[size] int64, read as it is."""
         stored = self._stored[name]
-        tensor = self._handles[self._files[stored]].get_tensor(stored)
+        tensor: Tensor = self._handles[self._files[stored]].get_tensor(stored)
         if tensor.shape != (size,) or tensor.is_floating_point():
             raise CheckpointError(
                 f"{self._source}: tensor {stored} is {list(tensor.shape)} {tensor.dtype}, "
