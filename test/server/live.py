@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import tempfile
 import threading
 import time
@@ -12,11 +11,11 @@ from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 
 import httpx
-import orjson
 import uvicorn
 from byte_backend import byte_backend
 from scripted_engine import ScriptedEngine
 
+from api_client import ApiClient
 from truespec.config import EngineConfig, ServerConfig
 from truespec.constrained.grammar import compile_error
 from truespec.server.app import build_app
@@ -28,36 +27,17 @@ from truespec.tokenizer.token_table import TokenTable
 
 
 @dataclass
-class Live:
+class Live(ApiClient):
     """A running server."""
 
-    url: str
     service: Service
     engine: ScriptedEngine
-    http: httpx.Client
     failures: list[str]
     loops: list[asyncio.AbstractEventLoop]
 
     def call(self, function, *args: object) -> None:
         """Run a function in the server's thread."""
         self.loops[0].call_soon_threadsafe(function, *args)
-
-    def post(self, path: str, body: object, **headers: str) -> httpx.Response:
-        return self.http.post(path, content=json.dumps(body), headers=headers)
-
-    def ok(self, path: str, body: object) -> dict:
-        reply = self.post(path, body)
-        assert reply.status_code == 200, reply.text
-        return strict(reply.content)
-
-    def events(self, path: str, body: dict) -> list[dict]:
-        """The chunks of a stream, which ends with [DONE]."""
-        reply = self.post(path, {**body, "stream": True})
-        assert reply.status_code == 200, reply.text
-        assert reply.headers["content-type"].startswith("text/event-stream")
-        lines = [line for line in reply.text.split("\n\n") if line]
-        assert lines[-1] == "data: [DONE]"
-        return [strict(line.removeprefix("data: ").encode()) for line in lines[:-1]]
 
     def wait(self, condition) -> None:
         """Until `condition()` holds; fails after five seconds."""
@@ -66,11 +46,6 @@ class Live:
                 return
             time.sleep(0.01)
         raise AssertionError("the condition did not come true")
-
-
-def strict(data: bytes) -> dict:
-    """JSON without NaN or Infinity (orjson reads neither)."""
-    return orjson.loads(data)
 
 
 @contextmanager
@@ -126,7 +101,7 @@ def live_server(
         port = server.servers[0].sockets[0].getsockname()[1]
         url = f"http://127.0.0.1:{port}"
         with httpx.Client(base_url=url, timeout=30) as http:
-            live = Live(url, service, engine, http, failures, loops)
+            live = Live(url, http, service, engine, failures, loops)
             if ready:
                 live.wait(lambda: service.client.status == "ready")
             yield live

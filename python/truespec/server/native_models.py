@@ -14,6 +14,7 @@ from .openai_models import (
     Modes,
     Penalty,
     PositiveShare,
+    Priority,
     RepetitionPenalty,
     Share,
     Stops,
@@ -89,6 +90,7 @@ class GenerateRequest(StrictModel):
     logprobs_mode: Modes | None = None
     stream: bool | None = None
     rid: Rid | list[Rid] | None = None
+    priority: Priority | None = None
 
 
 class TokenGenerateRequest(StrictModel):
@@ -140,7 +142,6 @@ UNSUPPORTED_NATIVE: dict[str, tuple[object, ...]] = {
     "custom_logit_processor": (),
     "return_hidden_states": (False,),
     "return_routed_experts": (False,),
-    "priority": (0,),
 }
 UNSUPPORTED_SAMPLING: dict[str, tuple[object, ...]] = {
     "structural_tag": (),

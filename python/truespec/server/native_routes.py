@@ -110,6 +110,7 @@ def _prepare(
         names=_names(params[0].grammar if params else None, body),
         problems=problems,
         request_names=[item.rid or new_id("gen") for item in items],
+        priority=body.priority or 0,
     )
     for name in [name_of(one.submit.rid) for one in prepared if items[0].rid is not None]:
         if service.client.is_open(name):

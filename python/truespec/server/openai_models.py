@@ -58,6 +58,7 @@ def _bias(value: object) -> dict[int, float]:
 
 
 Count = Annotated[int, Field(ge=0)]
+Priority = Annotated[int, Field(ge=-(2**31), lt=2**31)]
 Temperature = Annotated[float, AfterValidator(_temperature)]
 Share = Annotated[float, Field(ge=0, le=1)]
 PositiveShare = Annotated[float, Field(gt=0, le=1)]
@@ -140,6 +141,7 @@ class SamplingRequest(StrictModel):
     allowed_token_ids: list[int] | None = None
     bad_words: list[str] | None = None
     speculative: bool | None = None
+    priority: Priority | None = None
     echo: bool | None = None
     prompt_logprobs: Count | None = None
     logprob_token_ids: list[int] | None = None
@@ -213,7 +215,6 @@ UNSUPPORTED: dict[str, tuple[object, ...]] = {
     "guided_choice": (),
     "guided_grammar": (),
     "structural_tag": (),
-    "priority": (0,),
     "kv_transfer_params": (),
     "vllm_xargs": ({},),
     "lora_path": (),

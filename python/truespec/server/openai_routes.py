@@ -89,6 +89,7 @@ async def complete(
         names=names,
         problems=problems,
         request_names=_request_names(reply_id, len(prompts)),
+        priority=_priority(body),
     )
     echoes = tuple(prompt.echo for prompt in prompts if prompt.echo is not None)
     options = _options(service, body, shown, reply_id, echoes)
@@ -114,7 +115,13 @@ async def chat_completions(request: Request) -> Response:
     names = _with_grammar_field(CHAT_NAMES, body)
     reply_id = new_id("chatcmpl")
     prepared = service.prepare(
-        prompts, params, body.n or 1, names=names, problems=problems, request_names=[reply_id]
+        prompts,
+        params,
+        body.n or 1,
+        names=names,
+        problems=problems,
+        request_names=[reply_id],
+        priority=_priority(body),
     )
     options = _options(service, body, shown, reply_id, _chat_echo(body))
     generation = service.client.open(prepared)
@@ -221,6 +228,11 @@ def _request_names(reply_id: str, num_prompts: int) -> list[str]:
     if num_prompts == 1:
         return [reply_id]
     return [f"{reply_id}-{index}" for index in range(num_prompts)]
+
+
+def _priority(body: SamplingRequest) -> int:
+    """The engine's priority: users of these routes know lower numbers as the more urgent."""
+    return -(body.priority or 0)
 
 
 def _params(

@@ -103,6 +103,7 @@ class Service:
         names: FieldNames,
         problems: Problems,
         request_names: Sequence[str],
+        priority: int = 0,
     ) -> list[Prepared]:
         """Check every choice of every prompt, prompt-major; ready for `client.open`.
 
@@ -110,6 +111,7 @@ class Service:
             params: one per prompt; a seed of `None` is drawn.
             problems: what was found before.
             request_names: what clients call the request of each prompt.
+            priority: of all of them; higher goes first.
 
         Raises:
             BadRequest: with `problems` and every problem of the first bad prompt.
@@ -121,7 +123,7 @@ class Service:
             problems.raise_any()
         prepared: list[Prepared] = []
         with problems.guard():
-            prepared = self._prepare(prompts, params, num_choices, names, request_names)
+            prepared = self._prepare(prompts, params, num_choices, names, request_names, priority)
         problems.raise_any()
         return prepared
 
@@ -147,6 +149,7 @@ class Service:
         num_choices: int,
         names: FieldNames,
         request_names: Sequence[str],
+        priority: int,
     ) -> list[Prepared]:
         prepared = []
         for index, (prompt, prompt_params) in enumerate(zip(prompts, params, strict=True)):
@@ -159,6 +162,7 @@ class Service:
                     prompt_params,
                     self.limits,
                     choice=choice,
+                    priority=priority,
                     names=names,
                     grammar_error=self.grammar_error if is_new and choice == 0 else None,
                 )

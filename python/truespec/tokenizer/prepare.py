@@ -57,6 +57,7 @@ def prepare(
     limits: EngineLimits,
     *,
     choice: int = 0,
+    priority: int = 0,
     names: FieldNames = FieldNames(),  # noqa: B008 (immutable)
     grammar_error: GrammarCheck | None = None,
 ) -> Submit:
@@ -65,6 +66,7 @@ def prepare(
     Args:
         rid: unique name of this choice of this prompt.
         params: `seed` `None` draws one; choice 0 uses the seed itself, choice i a mix with i.
+        priority: higher goes first.
         grammar_error: says why a grammar cannot be used.
 
     Raises:
@@ -81,7 +83,7 @@ def prepare(
     if problems:
         raise BadRequest(problems)
     seed = random_seed() if params.seed is None else params.seed
-    return Submit(rid, prompt_ids, replace(params, seed=choice_seed(seed, choice)))
+    return Submit(rid, prompt_ids, replace(params, seed=choice_seed(seed, choice)), priority)
 
 
 def rest_of_context(num_prompt_tokens: int, limits: EngineLimits) -> int:
