@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from drafters import drafter_engine
 from harness import (
     DETAILED,
     FAMILIES,
@@ -24,6 +25,7 @@ from harness import (
     total,
 )
 from oracle import Rule, erring, guessing, numbered, oracle_engine, perfect
+from self_drafter import self_drafting_engine
 
 from tiny_tokens import EOS_ID, TINY_TOKENS
 from truespec.batch import Batch, ReqChunk
@@ -72,6 +74,7 @@ JOBS = numbered(
         Job(PROMPTS[1], SamplingParams(max_tokens=12)),
     ]
 )
+BACKEND = GrammarBackend(lambda: TINY_TOKENS, VOCAB_SIZE, (EOS_ID,))
 A, B, C, D = (TINY_TOKENS.encode(letter, False)[0] for letter in "abcd")
 
 
@@ -111,7 +114,7 @@ def verdict_of(*emitted: list[int]) -> Verdict:
 
 @pytest.fixture
 def grammars() -> Grammars:
-    return Grammars(GrammarBackend(lambda: TINY_TOKENS, VOCAB_SIZE, (EOS_ID,)))
+    return Grammars(BACKEND)
 
 
 def allowed(mask: torch.Tensor | None) -> set[int]:
@@ -219,13 +222,44 @@ def test_grammars_give_the_tokens_of_plain_decoding(
         assert counts.num_accepted > 0.4 * counts.num_drafts / width
 
 
-@pytest.mark.parametrize("algorithm", ["NONE", "NGRAM"])
-def test_grammars_survive_retraction_chunks_and_prefix_hits(algorithm: str) -> None:
-    config = engine_config(algorithm, pool=128, chunk=11)  # type: ignore[arg-type]
-    engine = make_engine("llama", config)
+@pytest.mark.parametrize(
+    "name", ["ngram", "dspark", "eagle3 tree 4x4", "eagle chain", "multi-layer chained"]
+)
+def test_grammars_survive_retraction_chunks_and_prefix_hits(name: str) -> None:
+    engine = drafter_engine(name, "llama", pool=160, chunk=11)
     for _ in range(2):
         expect_plain("llama", JOBS, engine.run(JOBS))
     assert engine.num_retractions > 0
+
+
+@pytest.mark.parametrize("name", ["dspark", "eagle chain"])
+def test_rejection_emits_what_the_grammar_allows(name: str) -> None:
+    results = drafter_engine(name, "llama", accept="rejection").run(JOBS)
+    assert total(results).num_drafts > 0
+    for job, result in zip(JOBS, results, strict=True):
+        assert result.finish is not None
+        assert result.finish.kind in ("stop", "length")
+        if job.params.grammar is not None:
+            matcher = BACKEND.matcher(job.params.grammar)
+            assert all(matcher.try_advance(token_id) for token_id in result.token_ids)
+            ends = matcher.is_complete
+            assert ends == (result.finish.kind == "stop")
+
+
+def test_of_good_drafts_all_that_the_grammar_allows_are_accepted() -> None:
+    """The target drafts for itself without the grammar: what stays of that is what it chooses."""
+    engine = self_drafting_engine("llama")
+    engine.worker.grammars = Grammars(BACKEND)
+    jobs = [
+        replace(job, params=replace(job.params, temperature=0.0))
+        for job in JOBS
+        if job.params.grammar is not None
+    ]
+    results = engine.run(jobs)
+    expect_plain("llama", jobs, results)
+    counts = total(results)
+    assert counts.num_drafts > 50
+    assert counts.num_accepted == counts.num_drafts
 
 
 def test_outputs_follow_their_grammar_at_any_temperature() -> None:

@@ -70,6 +70,8 @@ class Grammars:
         Returns per sampling chunk how many of them complete its grammar, `None` if they do not.
         """
         ends: list[int | None] = []
+        if not self._matchers:
+            return [None] * verdict.num_tokens.shape[0]
         emitted, counts = verdict.token_ids.tolist(), verdict.num_tokens.tolist()
         for chunk in batch.chunks:
             if chunk.samples:
