@@ -83,7 +83,9 @@ def _compat_names(given: str) -> Sequence[str]:
 
 def _listen(config: ServerConfig) -> socket.socket:
     family = socket.AF_INET6 if ":" in config.host else socket.AF_INET
-    listener = socket.socket(family)
+    # NOTE: asyncio sets TCP_NODELAY only where the protocol is named. Without it, the second write
+    # of every reply and every chunk of a stream waits 40 ms for an acknowledgement.
+    listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         listener.bind((config.host, config.port))
