@@ -7,7 +7,7 @@ from truespec.training.blocks import BlockBatch, all_anchors, category_weights, 
 from truespec.training.cache import FeatureCache, FeatureSequence
 from truespec.training.dspark import _batch_teacher
 from truespec.training.dspark_model import DSparkModel, forward_blocks
-from truespec.training.measure import greedy_hits, round_lengths
+from truespec.training.measure import draft_greedily, round_lengths
 from truespec.training.target import Target
 
 
@@ -76,10 +76,12 @@ def test_greedy_hits_stop_at_the_first_wrong_draft(target: Target, model: DSpark
     vocab = torch.arange(SHAPE.draft_vocab_size)
     head = torch.eye(SHAPE.draft_vocab_size)
     hidden = F.one_hot(batch.label_ids[0], SHAPE.draft_vocab_size).float() * 50
-    hits = greedy_hits(model, batch, hidden, head, vocab)
+    model.confidence_head.proj = torch.nn.Linear(SHAPE.draft_vocab_size + SHAPE.markov_rank, 1)
+    hits, _ = draft_greedily(model, batch, hidden, head, vocab)
     assert torch.equal(hits, batch.is_label[0])
     hidden[2, 1] = -hidden[2, 1]
-    assert greedy_hits(model, batch, hidden, head, vocab)[2].tolist() == [True] + [False] * 3
+    hits, _ = draft_greedily(model, batch, hidden, head, vocab)
+    assert hits[2].tolist() == [True] + [False] * 3
 
 
 def test_rounds_advance_by_accepted_drafts_and_bonus() -> None:

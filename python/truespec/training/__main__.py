@@ -1,4 +1,4 @@
-"""`truespec train collect` and `truespec train dspark`; only parses options.
+"""`truespec train collect | dspark | calibrate`; only parses options.
 
 The target of `dspark` is a directory in Hugging Face's layout: `truespec convert` writes one.
 """
@@ -27,6 +27,9 @@ def main() -> None:
     groups = (DSparkShape, Batching, DSparkLoss, LoopConfig)
     _add_flags(dspark, ("answers", "target", "cache", "run_dir"), groups)
     dspark.set_defaults(run=_train_dspark)
+    calibrate = stages.add_parser("calibrate", help="fit a DSpark checkpoint's confidences")
+    _add_flags(calibrate, ("checkpoint", "target", "cache"), ())
+    calibrate.set_defaults(run=_calibrate)
     args = parser.parse_args()
     args.run(args)
 
@@ -55,6 +58,12 @@ def _train_dspark(args: argparse.Namespace) -> None:
         loss=_read_flags(args, DSparkLoss),
         config=_read_flags(args, LoopConfig),
     )
+
+
+def _calibrate(args: argparse.Namespace) -> None:
+    from .calibrate import calibrate_dspark
+
+    calibrate_dspark(args.checkpoint, args.target, args.cache, "dev")
 
 
 def _add_flags(

@@ -81,7 +81,7 @@ def category_weights(categories: Seq[str], balance: float) -> np.ndarray:
     """
     _, index, counts = np.unique(categories, return_inverse=True, return_counts=True)
     weights: np.ndarray = counts[index] ** -balance
-    return weights / weights.sum()
+    return np.asarray(weights / weights.sum())
 
 
 def _pad(rows: list[Tensor], width: int) -> Tensor:

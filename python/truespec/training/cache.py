@@ -74,10 +74,6 @@ class FeatureCache:
         """Category of every sequence."""
         return [name for shard in self._shards for name in shard.categories]
 
-    @property
-    def num_answer_tokens(self) -> int:
-        return sum(int(s.tensors["loss_mask"].sum()) for s in self._shards)
-
     def __len__(self) -> int:
         return len(self._index)
 

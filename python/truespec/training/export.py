@@ -1,4 +1,4 @@
-"""Writing a DSpark checkpoint: DeepSpec's tensor names, bf16, and a config.json in dialect A."""
+"""Writing and reading a DSpark checkpoint: DeepSpec's tensor names and config.json, bf16."""
 
 import json
 import os
@@ -6,10 +6,11 @@ import shutil
 from pathlib import Path
 
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from .dspark_model import DSparkModel
+from .config import DSparkShape
+from .dspark_model import DSparkModel, dims_of
 from .target import Target
 
 COPIED = (
@@ -38,6 +39,25 @@ def export_dspark(model: DSparkModel, target: Target, draft_vocab: Tensor, path:
         os.rename(path, old)
     os.rename(partial, path)
     shutil.rmtree(old, ignore_errors=True)
+
+
+@torch.no_grad()
+def read_dspark(path: Path, target: Target) -> tuple[DSparkModel, Tensor]:
+    """Model and draft vocabulary [DV] int64 of an exported checkpoint; `tap_scale` is 1."""
+    config = json.loads((path / "config.json").read_text())
+    shape = DSparkShape(
+        target_layer_ids=tuple(config["target_layer_ids"]),
+        num_layers=config["num_hidden_layers"],
+        num_kv_heads=config["num_key_value_heads"],
+        block_size=config["block_size"],
+        draft_vocab_size=config["draft_vocab_size"],
+        markov_rank=config["markov_rank"],
+    )
+    model = DSparkModel(shape, dims_of(target))
+    tensors = load_file(path / "model.safetensors")
+    offsets = tensors.pop("d2t")
+    model.load_state_dict(tensors | {"tap_scale": model.tap_scale})
+    return model, offsets + torch.arange(len(offsets))
 
 
 @torch.no_grad()

@@ -37,7 +37,7 @@ def measure_dspark(
         batch = make_batch([sequence], [anchors], model.shape.block_size)
         hidden = forward_blocks(model, batch, embedding)[0]
         if sequence.temperature == 0.0:
-            hit = greedy_hits(model, batch, hidden, draft_head, draft_vocab)
+            hit, _ = draft_greedily(model, batch, hidden, draft_head, draft_vocab)
             hits.append(hit)
             rounds[sequence.category] += round_lengths(hit.sum(-1).numpy())
         elif sequence.temperature == 1.0:
@@ -45,21 +45,27 @@ def measure_dspark(
     return _summary(rounds, hits, probs)
 
 
-def greedy_hits(
+def draft_greedily(
     model: DSparkModel, batch: BlockBatch, hidden: Tensor, draft_head: Tensor, draft_vocab: Tensor
-) -> Tensor:
-    """[A, G] bool of one sequence: draft i and all before it equal the recorded tokens."""
+) -> tuple[Tensor, Tensor]:
+    """Draft from every anchor of one sequence, the Markov head fed by its own drafts.
+
+    hidden [A, G, H] -> hits [A, G] bool: draft i and all before it equal the recorded tokens;
+    confidence logits [A, G] fp32.
+    """
     w2 = model.markov_head.markov_w2.weight.to(draft_head.dtype)
     full = torch.cat([draft_head, w2], dim=1)
     previous = batch.previous_ids[0, :, 0]
-    alive, out = torch.ones_like(previous, dtype=torch.bool), []
+    alive, hits, confidences = torch.ones_like(previous, dtype=torch.bool), [], []
     for i in range(hidden.shape[1]):
         markov = model.markov_head.markov_w1(previous)
-        logits = torch.cat([hidden[:, i], markov], dim=1).to(full.dtype) @ full.T
+        features = torch.cat([hidden[:, i], markov], dim=1)
+        logits = features.to(full.dtype) @ full.T
         previous = draft_vocab[logits.argmax(-1)]
         alive = alive & batch.is_label[0, :, i] & (previous == batch.label_ids[0, :, i])
-        out.append(alive)
-    return torch.stack(out, dim=1)
+        hits.append(alive)
+        confidences.append(model.confidence_head.proj(features.float()).squeeze(-1))
+    return torch.stack(hits, dim=1), torch.stack(confidences, dim=1)
 
 
 def round_lengths(accepted: np.ndarray) -> list[int]:

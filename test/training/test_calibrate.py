@@ -1,0 +1,50 @@
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from tiny_drafter import SHAPE, make_sequence
+
+from truespec.training.blocks import all_anchors, make_batch
+from truespec.training.calibrate import calibration_error, fit_temperatures
+from truespec.training.dspark_model import DSparkModel, forward_blocks
+from truespec.training.export import export_dspark, read_dspark
+from truespec.training.measure import draft_greedily
+from truespec.training.target import Target
+
+
+def test_fit_finds_the_temperatures_that_made_the_data() -> None:
+    rng = np.random.default_rng(0)
+    logits = rng.normal(0.5, 2.0, (40_000, 2))
+    true = np.array([2.0, 0.5])
+    accepted = np.cumprod(rng.random(logits.shape) < 1 / (1 + np.exp(-logits / true)), axis=1)
+    temperatures, before, after = fit_temperatures(logits, accepted.astype(bool))
+    assert temperatures == pytest.approx(true, rel=0.15)
+    assert all(a < 0.02 and a < b for a, b in zip(after, before, strict=True))
+
+
+def test_calibration_error_is_the_gap_weighted_by_bin_size() -> None:
+    predicted = np.array([0.9, 0.9, 0.9, 0.1])
+    assert calibration_error(predicted, np.array([1, 1, 0, 0])) == pytest.approx((0.7 + 0.1) / 4)
+
+
+def test_a_checkpoint_read_back_drafts_the_same(
+    target: Target, model: DSparkModel, tmp_path: Path
+) -> None:
+    model.tap_scale.fill_(2.0)
+    vocab = torch.arange(3, 3 + SHAPE.draft_vocab_size)
+    for parameter in model.parameters():
+        parameter.data = parameter.data.bfloat16().float()
+    export_dspark(model, target, vocab, tmp_path / "out")
+    again, vocab_again = read_dspark(tmp_path / "out", target)
+    assert torch.equal(vocab_again, vocab)
+    assert again.shape == model.shape
+    sequence = make_sequence(target, 14, 4, seed=3)
+    batch = make_batch([sequence], [all_anchors(sequence)], 4)
+    results = [
+        draft_greedily(m, batch, forward_blocks(m, batch, target.embedding)[0], head, vocab)
+        for m in (model, again)
+        for head in [target.head[vocab]]
+    ]
+    assert torch.equal(results[0][0], results[1][0])
+    assert torch.allclose(results[0][1], results[1][1], atol=1e-4)
