@@ -25,6 +25,7 @@ GOOD = [
 BAD = [
     (Grammar("json_schema", "{"), "double quotes"),
     (Grammar("json_schema", "[]"), "a JSON schema is an object"),
+    (Grammar("json_schema", "[" * 100_000), "nested too deeply"),
     (Grammar("json_schema", '{"type": "nothing"}'), "nothing"),
     (Grammar("json_schema", '{"not": {"type": "string"}}'), "not"),
     (Grammar("json_schema", '{"$ref": "#/$defs/missing"}'), "missing"),
@@ -46,7 +47,7 @@ def test_a_grammar_that_can_be_followed_is_taken(grammar: Grammar) -> None:
     assert compile_error(grammar, [b"<|im_end|>"]) is None
 
 
-@pytest.mark.parametrize(("grammar", "reason"), BAD, ids=lambda v: getattr(v, "text", v))
+@pytest.mark.parametrize(("grammar", "reason"), BAD, ids=lambda v: getattr(v, "text", v)[:60])
 def test_a_grammar_that_cannot_be_followed_is_refused_with_the_reason(
     grammar: Grammar, reason: str
 ) -> None:

@@ -34,7 +34,7 @@ def to_llguidance(grammar: Grammar) -> str:
     """The grammar as `LLMatcher` takes it. Raises ValueError when its text cannot be read."""
     match grammar.kind:
         case "json_schema":
-            schema = json.loads(grammar.text)
+            schema = _read_json(grammar.text)
             if not isinstance(schema, dict | bool):
                 raise ValueError("a JSON schema is an object")
             return _from_schema(grammar.text)
@@ -78,6 +78,14 @@ def is_empty(matcher: LLMatcher, eos_token_ids: Sequence[int]) -> bool:
     return mask & ~sum(1 << i for i in set(eos_token_ids)) == 0
 
 
+def _read_json(text: str) -> object:
+    try:
+        value: object = json.loads(text)
+    except RecursionError:
+        raise ValueError("the JSON is nested too deeply") from None
+    return value
+
+
 def _from_schema(schema: str) -> str:
     return str(LLMatcher.grammar_from_json_schema(schema, defaults={"whitespace_pattern": _BLANKS}))
 
@@ -98,7 +106,7 @@ def _to_lark(text: str) -> str:
 
 def _alternatives(text: str) -> str:
     """A Lark rule that matches one of the strings of a JSON list."""
-    choices = json.loads(text)
+    choices = _read_json(text)
     if not (isinstance(choices, list) and choices and all(isinstance(c, str) for c in choices)):
         raise ValueError("choice is a non-empty list of strings")
     return "start: " + " | ".join(json.dumps(choice, ensure_ascii=False) for choice in choices)
