@@ -28,6 +28,8 @@ from harness import (
 from oracle import erring, guessing, numbered, oracle_engine, perfect, wrong
 from self_drafter import self_drafting_engine
 
+from truespec.speculative.planner import CostTable, StepCosts
+
 MAX_TOKENS = 24
 PROMPTS = make_prompts(12)
 JOBS = numbered(
@@ -147,6 +149,20 @@ def test_no_setting_of_the_engine_shows_in_what_a_drafter_returns(name: str) -> 
     assert retractions > 3, "the small pool was never too small"
     accepted = sum(count.num_accepted for count in counts)
     assert 0 < accepted < sum(count.num_drafts for count in counts)
+
+
+@pytest.mark.parametrize("name", ["ngram", "dspark", "eagle3 tree 4x4", "multi-layer chained"])
+def test_draft_lengths_that_follow_costs_change_nothing(name: str) -> None:
+    """Rows above four cost so much that most drafts are left out."""
+    engine = drafter_engine(name, "llama")
+    costs = StepCosts(
+        rows=CostTable((1, 4, 8, 32), (1.0, 1.1, 2.5, 9.0)), blocks=CostTable((1, 8), (0.05, 0.1))
+    )
+    free = total(engine.run(JOBS[:12]))
+    engine.worker.planner.costs = costs
+    results = engine.run(JOBS[:12])
+    expect_plain("llama", JOBS[:12], results)
+    assert 0 < total(results).num_drafts < free.num_drafts
 
 
 @pytest.mark.full

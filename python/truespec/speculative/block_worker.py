@@ -97,6 +97,10 @@ class BlockWorker(DrafterWorker):
         features = state.output.features[done.rows]
         self.drafter.inject(features, done.positions, done.slots, self.draft_kv)
 
+    def describe(self) -> dict[str, object]:
+        size = {"block_size": self.drafter.config.block_size}
+        return super().describe() | size | {"target_layer_ids": list(self.capture)}
+
     def _block_rows(self, chunks: list[ReqChunk]) -> AttentionRows:
         """One block per chunk: G positions from the anchor's on, each seeing all of them."""
         size = self.drafter.config.block_size

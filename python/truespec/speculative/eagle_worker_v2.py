@@ -99,6 +99,10 @@ class EagleWorker(EagleBase):
             end = int(window.positions[rows[place]]) + 1
             self.carried[rid] = Carried(end, carried[place : place + 1].clone())
 
+    def describe(self) -> dict[str, object]:
+        shape = {"num_steps": self.shape.num_steps, "eagle_topk": self.shape.top_k}
+        return super().describe() | shape | {"target_layer_ids": list(self.capture)}
+
     def _draft_chains(self, drafting: Drafting, states: Tensor) -> Draft:
         values = self.sampler.rows(drafting.chunks)
         positions = np.array([chunk.start for chunk in drafting.chunks])
@@ -141,9 +145,9 @@ class EagleWorker(EagleBase):
             position=rows.position,
             target_ids=self.sampler.target_ids,
         )
-        t = torch.where(rows.temperature > 0, rows.temperature, 1.0).unsqueeze(1)
+        scaled = logits / torch.where(rows.temperature > 0, rows.temperature, 1.0).unsqueeze(1)
         columns = token_ids if self._columns is None else self._columns[token_ids]
-        logprobs = logits.gather(1, columns) / t - torch.logsumexp(logits / t, 1, keepdim=True)
+        logprobs = scaled.gather(1, columns) - scaled.logsumexp(1, keepdim=True)
         # NOTE: rounding must not let a child outrank its parent.
         return token_ids, scores.clamp(max=0.0), logprobs
 

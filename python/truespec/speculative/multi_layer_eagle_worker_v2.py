@@ -86,6 +86,9 @@ class MultiLayerEagleWorker(EagleBase):
                 hidden = hidden.index_copy(0, index, out)
         self._carry(window)
 
+    def describe(self) -> dict[str, object]:
+        return super().describe() | {"num_heads": len(self.heads), "is_chained": self.is_chained}
+
     def _carry(self, window: Window) -> None:
         """Keep the states of the rows that the next draft runs again, and at least one."""
         count = max(1, len(self.heads) - 1)
