@@ -14,6 +14,7 @@ import tiny_drafters
 from api_client import ApiClient
 from tiny import VOCAB_SIZE, tiny_checkpoint
 
+MODEL_NAME = "tiny"
 EOS_IDS = (2, 11)
 Writer = Callable[[Path], Path]
 DRAFTERS: dict[str, Writer] = {
@@ -46,6 +47,7 @@ class Servers:
 
     def _start(self, name: str) -> ApiClient:
         flags = f"{WORKERS[name]} --no-speculative-adaptive --metrics-compat vllm,sglang"
+        flags += f" --served-model-name {MODEL_NAME}"
         if name in DRAFTERS:
             path = DRAFTERS[name](self._root / name)
             flags += f" --speculative-draft-model-path {path}"
