@@ -6,7 +6,7 @@ import torch
 from tiny_drafter import SHAPE, make_sequence
 
 from truespec.training.blocks import all_anchors, make_batch
-from truespec.training.calibrate import calibration_error, fit_temperatures
+from truespec.training.calibrate import calibration_error, fit_head, fit_temperatures
 from truespec.training.dspark_model import DSparkModel, forward_blocks
 from truespec.training.export import export_dspark, read_dspark
 from truespec.training.measure import draft_greedily
@@ -48,3 +48,16 @@ def test_a_checkpoint_read_back_drafts_the_same(
     ]
     assert torch.equal(results[0][0], results[1][0])
     assert torch.allclose(results[0][1], results[1][1], atol=1e-4)
+
+
+def test_fitted_head_gives_the_acceptance_of_reached_drafts(model: DSparkModel) -> None:
+    generator = torch.Generator().manual_seed(0)
+    width = model.confidence_head.proj.in_features
+    inputs = torch.randn(4000, 4, width, generator=generator)
+    rate = torch.sigmoid(2.0 * inputs[..., 3] + 0.5)
+    accepted = (torch.rand(4000, 4, generator=generator) < rate).cumprod(-1).bool()
+    fit_head(model, inputs, accepted)
+    weight = model.confidence_head.proj.weight[0]
+    assert float(weight[3]) == pytest.approx(2.0, abs=0.25)
+    assert float(weight[4:].abs().max()) < 0.15
+    assert float(model.confidence_head.proj.bias) == pytest.approx(0.5, abs=0.1)

@@ -29,6 +29,7 @@ def main() -> None:
     dspark.set_defaults(run=_train_dspark)
     calibrate = stages.add_parser("calibrate", help="fit a DSpark checkpoint's confidences")
     _add_flags(calibrate, ("checkpoint", "target", "cache"), ())
+    calibrate.add_argument("--num-answers", type=int, default=200)
     calibrate.set_defaults(run=_calibrate)
     args = parser.parse_args()
     args.run(args)
@@ -63,7 +64,7 @@ def _train_dspark(args: argparse.Namespace) -> None:
 def _calibrate(args: argparse.Namespace) -> None:
     from .calibrate import calibrate_dspark
 
-    calibrate_dspark(args.checkpoint, args.target, args.cache, "dev")
+    calibrate_dspark(args.checkpoint, args.target, args.cache, num_answers=args.num_answers)
 
 
 def _add_flags(

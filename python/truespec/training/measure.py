@@ -51,21 +51,20 @@ def draft_greedily(
     """Draft from every anchor of one sequence, the Markov head fed by its own drafts.
 
     hidden [A, G, H] -> hits [A, G] bool: draft i and all before it equal the recorded tokens;
-    confidence logits [A, G] fp32.
+    inputs of the confidence head [A, G, H + r] fp32.
     """
     w2 = model.markov_head.markov_w2.weight.to(draft_head.dtype)
     full = torch.cat([draft_head, w2], dim=1)
     previous = batch.previous_ids[0, :, 0]
-    alive, hits, confidences = torch.ones_like(previous, dtype=torch.bool), [], []
+    alive, hits, inputs = torch.ones_like(previous, dtype=torch.bool), [], []
     for i in range(hidden.shape[1]):
         markov = model.markov_head.markov_w1(previous)
-        features = torch.cat([hidden[:, i], markov], dim=1)
-        logits = features.to(full.dtype) @ full.T
+        inputs.append(torch.cat([hidden[:, i], markov], dim=1).float())
+        logits = inputs[-1].to(full.dtype) @ full.T
         previous = draft_vocab[logits.argmax(-1)]
         alive = alive & batch.is_label[0, :, i] & (previous == batch.label_ids[0, :, i])
         hits.append(alive)
-        confidences.append(model.confidence_head.proj(features.float()).squeeze(-1))
-    return torch.stack(hits, dim=1), torch.stack(confidences, dim=1)
+    return torch.stack(hits, dim=1), torch.stack(inputs, dim=1)
 
 
 def round_lengths(accepted: np.ndarray) -> list[int]:
