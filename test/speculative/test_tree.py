@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 
 import pytest
@@ -65,6 +66,14 @@ def test_the_kept_nodes_are_the_best_and_no_child_is_kept_without_its_parent(
             parent = int(pool.parents[request, node])
             assert parent < node
             assert parent == -1 or parent in nodes
+
+
+def test_survivals_are_the_shares_of_the_best_nodes() -> None:
+    pool = _grow(random.Random(1), 2, 3, 3, coarse=False)
+    for values, scores in zip(pool.survivals([4, 0]), pool.scores.tolist(), strict=True):
+        best = sorted((math.exp(score) for score in scores), reverse=True)
+        assert values == pytest.approx(best[: len(values)])
+    assert [len(values) for values in pool.survivals([4, 0])] == [4, 0]
 
 
 @settings(max_examples=100, deadline=None)

@@ -179,8 +179,13 @@ class SpecWorker(Worker):
         self._plan_drafts(batch)
         return self.draft(batch)
 
+    def most_drafts(self, chunk: ReqChunk) -> int:
+        """Drafts that are reserved and asked for, whatever they cost."""
+        cap, asked = min(chunk.max_drafts, self.num_drafts), chunk.req.params.num_draft_tokens
+        return cap if asked is None else min(cap, asked)
+
     def planned_drafts(self, chunk: ReqChunk) -> int:
-        """Drafts to make for a sampling chunk in this step."""
+        """Drafts to make for a sampling chunk in this step: of the most, what is worth its cost."""
         return self._planned[chunk.req.rid]
 
     def _verify(self, draft: Draft, step: ProcessedStep) -> Verdict:
@@ -196,12 +201,8 @@ class SpecWorker(Worker):
         )
 
     def _plan_drafts(self, batch: Batch) -> None:
-        """What is reserved, what the request asked for, and of that what is worth its cost."""
         sampling = [chunk for chunk in batch.chunks if chunk.samples]
-        caps = []
-        for chunk in sampling:
-            cap, asked = min(chunk.max_drafts, self.num_drafts), chunk.req.params.num_draft_tokens
-            caps.append(cap if asked is None else min(cap, asked))
+        caps = [self.most_drafts(chunk) for chunk in sampling]
         other_rows = sum(chunk.num_rows for chunk in batch.chunks) - len(sampling)
         counts = self.planner.counts(caps, other_rows)
         self._planned = {c.req.rid: n for c, n in zip(sampling, counts, strict=True)}

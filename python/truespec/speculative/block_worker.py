@@ -87,8 +87,7 @@ class BlockWorker(DrafterWorker):
         first = 1 if self.drafter.config.skip_first_row else 0
         hidden = hidden[:, first : first + max(drafting.counts)]  # no head for rows nobody wants
         drafts = self.choose(hidden, anchors, self.sampler.rows(drafting.chunks))
-        num_rows = sum(chunk.num_rows for chunk in drafting.batch.chunks)
-        lengths = self.lengths(drafting.counts, drafts, num_rows - len(drafting.chunks))
+        lengths = self.lengths(drafting.counts, drafts, drafting.other_rows)
         return draft_of_chains(drafting.batch, drafting.places, lengths, drafts)
 
     def extend(self, state: StepState) -> None:

@@ -30,6 +30,11 @@ class Drafting(NamedTuple):
     counts: list[int]
 
     @property
+    def other_rows(self) -> int:
+        """Rows of the step beside the roots of these requests."""
+        return sum(chunk.num_rows for chunk in self.batch.chunks) - len(self.chunks)
+
+    @property
     def reqs(self) -> list[Req]:
         """Their requests."""
         return [chunk.req for chunk in self.chunks]

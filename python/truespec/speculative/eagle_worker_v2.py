@@ -83,8 +83,11 @@ class EagleWorker(EagleBase):
         states = torch.cat([self.carried_of(chunk) for chunk in drafting.chunks])
         if self.shape.top_k == 1:
             return self._draft_chains(drafting, states)
-        pool = self._grow_trees(drafting, states)
-        kept = pool.select(drafting.counts, self.shape.num_drafts)
+        # The plan, which thinks in chains, says whether to draft; the nodes' scores say how many.
+        caps = [self.most_drafts(chunk) for chunk in drafting.chunks]
+        pool = self._grow_trees(drafting._replace(counts=caps), states)
+        counts = self.planner.trim(pool.survivals(caps), drafting.other_rows)
+        kept = pool.select(counts, self.shape.num_drafts)
         return draft_of_trees(drafting.batch, drafting.places, pool, kept)
 
     def extend(self, state: StepState) -> None:

@@ -77,6 +77,11 @@ class TreePool:
             scores=total.gather(1, best),
         )
 
+    def survivals(self, counts: list[int]) -> list[list[float]]:
+        """Of the best `counts[i]` nodes of request i, how likely each is accepted; falling."""
+        best = self.scores.sort(dim=1, descending=True).values.exp().tolist()
+        return [values[:count] for values, count in zip(best, counts, strict=True)]
+
     def select(self, counts: list[int], num_kept: int) -> Tensor:
         """[n, P] bool: the best `counts[i]` nodes of request i, `num_kept` at most."""
         best = _best(self.scores, min(num_kept, self.scores.shape[1]))
