@@ -2,12 +2,12 @@
 
 from itertools import pairwise
 
-from truespec.speculative.planner import PROBE_STEPS, CostTable, Planner, StepCosts
+from truespec.speculative.planner import PROBE_LENGTH, PROBE_STEPS, CostTable, Planner, StepCosts
 
 
 def planner(rows, blocks=((1, 0.001),), num_drafts=4, acceptance=0.8):
     def table(points):
-        return CostTable(tuple(s for s, _ in points), tuple(t for _, t in points))
+        return CostTable([s for s, _ in points], [t for _, t in points])
 
     made = Planner(num_drafts, StepCosts(table(rows), table(blocks)))
     made.acceptance = [acceptance] * num_drafts
@@ -19,7 +19,7 @@ STEEP = ((1, 0.010), (2, 0.020), (32, 0.320))  # every row costs as much as the 
 
 
 def test_cost_is_linear_between_points_and_beyond_them():
-    table = CostTable((1, 4, 8), (1.0, 4.0, 6.0))
+    table = CostTable([1, 4, 8], [1.0, 4.0, 6.0])
     assert [table.at(n) for n in (0, 1, 2, 4, 6, 8, 10)] == [0, 1, 2, 4, 5, 6, 7]
 
 
@@ -42,7 +42,7 @@ def test_length_follows_acceptance():
 
 def test_what_does_not_pay_is_tried_again_now_and_then_and_rarer_each_time():
     made = planner(STEEP)
-    drafted = [made.counts([4], 0) == [4] for _ in range(PROBE_STEPS * 8)]
+    drafted = [made.counts([4], 0) == [PROBE_LENGTH] for _ in range(PROBE_STEPS * 8)]
     tries = [step for step, was in enumerate(drafted) if was]
     gaps = [b - a for a, b in pairwise(tries)]
     assert tries[0] == PROBE_STEPS
@@ -57,6 +57,22 @@ def test_acceptance_is_learnt_by_position_and_only_where_it_was_seen():
     assert made.acceptance[0] > 0.99
     assert made.acceptance[1] < 0.01
     assert made.acceptance[2:] == [0.5, 0.5]
+
+
+def test_costs_follow_what_steps_take_while_serving():
+    made = planner(FLAT)
+    assert made.counts([4], 0) == [4]
+    for _ in range(200):
+        made.learn_costs(num_rows=5, seconds=0.2, num_blocks=1, draft_seconds=0.001)
+        made.learn_costs(num_rows=1, seconds=0.01, num_blocks=0, draft_seconds=0.0)
+    assert abs(made.costs.rows.at(5) - 0.2) < 0.001
+    assert made.counts([4], 0)[0] < 4
+
+
+def test_one_odd_measurement_does_not_turn_drafting_off():
+    made = planner(FLAT)
+    made.learn_costs(num_rows=5, seconds=60.0, num_blocks=1, draft_seconds=60.0)
+    assert made.counts([4], 0) == [4]
 
 
 def test_trim_admits_by_survival_until_rows_cost_more_than_they_bring():

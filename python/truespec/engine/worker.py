@@ -50,6 +50,10 @@ class Worker(ABC):
         """
 
     @abstractmethod
+    def settle(self, req: Req) -> None:
+        """The pages of a running request are about to be shared: finish whatever was put off."""
+
+    @abstractmethod
     def forget(self, req: Req) -> None:
         """The request left its row (finished, aborted or retracted). Safe to call twice."""
 

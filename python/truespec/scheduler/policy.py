@@ -6,7 +6,7 @@ pages back, keeps its output, and is prefilled again later (to the same bits).
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 from truespec.batch import Batch, ReqChunk
@@ -23,6 +23,7 @@ class Policy:
         max_prefill_rows: prompt rows per step at most.
         num_draft_slots: slots beyond the last known token a decoding request may write.
         max_request_tokens: tokens a request can reach.
+        settle: see `Worker.settle`; called before pages are left to the prefix cache.
         waiting: not admitted, in order of (priority, arrival); retracted ones keep their place.
         running: admitted, in order of admission.
         num_retractions: since start.
@@ -32,6 +33,7 @@ class Policy:
     max_prefill_rows: int
     num_draft_slots: int
     max_request_tokens: int
+    settle: Callable[[Req], None]
     waiting: list[Req] = field(default_factory=list)
     running: list[Req] = field(default_factory=list)
     num_retractions: int = 0
@@ -72,7 +74,7 @@ class Policy:
         """Take a request out, wherever it is; `keep` leaves its pages to the prefix cache."""
         if req.row >= 0:
             self.running.remove(req)
-            self.cache.release(req, keep=keep)
+            self._release(req, keep=keep)
         else:
             self.waiting.remove(req)
 
@@ -102,9 +104,14 @@ class Policy:
     def _victim(self) -> Req:
         return max(self.running, key=lambda req: (-req.priority, req.arrival))
 
+    def _release(self, req: Req, *, keep: bool) -> None:
+        if keep and self.cache.prefix.enabled:
+            self.settle(req)
+        self.cache.release(req, keep=keep)
+
     def _retract(self, req: Req) -> None:
         self.running.remove(req)
-        self.cache.release(req, keep=True)
+        self._release(req, keep=True)
         self.enqueue(req)
         self.num_retractions += 1
 

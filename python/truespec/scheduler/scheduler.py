@@ -35,6 +35,7 @@ class Scheduler:
             max_prefill_rows=max_prefill_rows,
             num_draft_slots=worker.num_draft_slots,
             max_request_tokens=self.max_request_tokens,
+            settle=worker.settle,
         )
         self._reqs: dict[str, Req] = {}
         self._rejected: list[Output] = []

@@ -144,29 +144,33 @@ class SpecWorker(Worker):
         self.times.start()
         constrained = self.grammars.constrain(batch, self.plan_and_draft(batch))
         draft = constrained.draft
-        self.times.lap("draft")
+        draft_seconds = self.times.lap("draft")
         rows = prepare_rows(batch, draft.token_ids, draft.parents, draft.cu_rows, self.cache)
         output = self.runner.forward(rows.forward, self.capture)
         raw_logits = self.runner.logits(output.hidden[torch.from_numpy(rows.sample_rows)])
-        self.times.lap("target")
+        seconds = self.times.lap("target")
         processed = process_step(
             batch, draft, rows, raw_logits, self.info.vocab_size, constrained.masks
         )
         verdict = self._verify(draft, processed)
-        self.times.lap("verify")
+        seconds += self.times.lap("verify")
         logprobs = verdict_logprobs(batch, raw_logits, verdict, processed, self.info.vocab_size)
         prompts = prompt_logprobs(batch, rows, output.hidden, self.runner, self.info.vocab_size)
-        self.times.lap("logprobs")
+        seconds += self.times.lap("logprobs")
         committed = self._commit_rows(batch, rows, verdict)
         self._observe(draft, verdict)
         self.extend(StepState(batch, draft, rows, output, verdict, committed))
-        self.times.lap("extend")
+        seconds += self.times.lap("extend")
+        self._learn_costs(batch, len(rows.sample_rows), seconds, draft_seconds)
         ends = self.grammars.advance(batch, verdict)
         found = failures(batch, draft, rows, verdict, raw_logits, output.hidden)
         problems = [
             self.grammars.problem(c.req) or p for c, p in zip(batch.chunks, found, strict=True)
         ]
         return _to_host(batch, draft, verdict, ends, problems, logprobs, prompts)
+
+    def settle(self, req: Req) -> None:
+        """Nothing is put off."""
 
     def forget(self, req: Req) -> None:
         self.grammars.forget(req)
@@ -183,6 +187,10 @@ class SpecWorker(Worker):
         """Drafts that are reserved and asked for, whatever they cost."""
         cap, asked = min(chunk.max_drafts, self.num_drafts), chunk.req.params.num_draft_tokens
         return cap if asked is None else min(cap, asked)
+
+    def will_draft(self, chunk: ReqChunk) -> bool:
+        """The request got drafts in this step, as far as the plan went."""
+        return self._planned.get(chunk.req.rid, 0) > 0
 
     def planned_drafts(self, chunk: ReqChunk) -> int:
         """Drafts to make for a sampling chunk in this step: of the most, what is worth its cost."""
@@ -206,6 +214,17 @@ class SpecWorker(Worker):
         other_rows = sum(chunk.num_rows for chunk in batch.chunks) - len(sampling)
         counts = self.planner.counts(caps, other_rows)
         self._planned = {c.req.rid: n for c, n in zip(sampling, counts, strict=True)}
+
+    def _learn_costs(
+        self, batch: Batch, num_rows: int, seconds: float, draft_seconds: float
+    ) -> None:
+        if all(chunk.samples and chunk.num_rows == 1 for chunk in batch.chunks):
+            self.planner.learn_costs(
+                num_rows=num_rows,
+                seconds=seconds,
+                num_blocks=sum(count > 0 for count in self._planned.values()),
+                draft_seconds=draft_seconds,
+            )
 
     def _observe(self, draft: Draft, verdict: Verdict) -> None:
         cu = draft.cu_rows.tolist()

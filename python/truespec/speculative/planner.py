@@ -1,5 +1,7 @@
 """How many drafts are worth verifying: from what steps cost and from what was accepted so far.
 
+Costs are measured at start and corrected while serving.
+
 Under coupled verification any schedule leaves the output unchanged, so the plan may look at
 everything. Symbols of DSpark (arXiv 2607.05147, section 3.4): a_j the survival of draft j (the
 probability that it and all before it are accepted), B rows of the step, tau expected tokens.
@@ -12,12 +14,15 @@ from dataclasses import dataclass, field
 
 AVERAGING = 0.97  # weight of the past in the running acceptance
 FIRST_ACCEPTANCE = 0.7  # before anything is known: drafting is tried
-PROBE_STEPS = 24  # steps without drafts before one is tried again
-MAX_PROBE_STEPS = 384
-MIN_GAIN = 1.02  # predicted gain below which drafts are left out
+PROBE_STEPS = 32  # steps without drafts before one is tried again
+MAX_PROBE_STEPS = 512
+PROBE_LENGTH = 2  # drafts of such a try
+MIN_GAIN = 1.03  # predicted gain below which drafts are left out
+LEARNING = 0.1  # weight of a new measurement
+OUTLIER = 2.0  # a measurement counts as at most so many times what was expected
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class CostTable:
     """Seconds by size, linear between the measured points and beyond the last two.
 
@@ -25,8 +30,21 @@ class CostTable:
         sizes: ascending. seconds: one per size.
     """
 
-    sizes: tuple[int, ...]
-    seconds: tuple[float, ...]
+    sizes: list[int]
+    seconds: list[float]
+
+    def learn(self, size: int, seconds: float) -> None:
+        """Move towards a measurement made while serving."""
+        if not self.sizes:
+            return
+        known = self.at(size)
+        value = known + LEARNING * (min(seconds, OUTLIER * known) - known)
+        place = bisect_left(self.sizes, size)
+        if place == len(self.sizes) or self.sizes[place] != size:
+            self.sizes.insert(place, size)
+            self.seconds.insert(place, value)
+        else:
+            self.seconds[place] = value
 
     def at(self, size: int) -> float:
         """Seconds for `size`; 0 is free."""
@@ -128,6 +146,16 @@ class Planner:
                 counts = list(admitted)
         return counts
 
+    def learn_costs(
+        self, *, num_rows: int, seconds: float, num_blocks: int, draft_seconds: float
+    ) -> None:
+        """Learn from a step without prompt rows: what it took to draft, and all the rest."""
+        if self.costs is None:
+            return
+        self.costs.rows.learn(num_rows, seconds)
+        if num_blocks:
+            self.costs.blocks.learn(num_blocks, draft_seconds)
+
     def observe(self, num_drafts: int, num_accepted: int) -> None:
         """Learn from one request's step: drafts verified and how many of them were accepted."""
         for position in range(min(num_drafts, num_accepted + 1)):
@@ -149,4 +177,4 @@ class Planner:
             return [0] * len(caps)
         self._idle_steps = 0
         self._probe_after = min(self._probe_after * 2, MAX_PROBE_STEPS)
-        return caps
+        return [min(cap, PROBE_LENGTH) for cap in caps]

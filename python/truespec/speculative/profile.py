@@ -41,7 +41,7 @@ def _table(sizes: tuple[int, ...], measure: Callable[[int], float | None]) -> Co
             found.append((size, measured))
     # A smaller size never costs more than a larger one; where it seems to, something else ran.
     seconds = list(accumulate((t for _, t in reversed(found)), min))[::-1]
-    return CostTable(tuple(size for size, _ in found), tuple(seconds))
+    return CostTable([size for size, _ in found], seconds)
 
 
 def _step_seconds(worker: SpecWorker, count: int, *, drafts: bool) -> float | None:

@@ -20,8 +20,10 @@ class Stopwatch:
         """Begin a run; the first `lap` counts from here."""
         self._last = perf_counter()
 
-    def lap(self, phase: str) -> None:
-        """Count the time since `start` or the last `lap` for `phase`."""
+    def lap(self, phase: str) -> float:
+        """Count the time since `start` or the last `lap` for `phase`; returns it."""
         now = perf_counter()
-        self.seconds[phase] += now - self._last
+        spent = now - self._last
+        self.seconds[phase] += spent
         self._last = now
+        return spent
