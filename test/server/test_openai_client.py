@@ -6,9 +6,11 @@ from collections.abc import Iterator
 
 import openai
 import pytest
-from live import Live
+from live import Live, live_server
 from openai.types import Completion
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
+
+from truespec.config import ServerConfig
 
 MESSAGES = [{"role": "user", "content": "say:hé 😀|"}]
 
@@ -84,3 +86,14 @@ def test_an_error_in_a_stream_raises(client: openai.OpenAI) -> None:
     stream = client.completions.create(model="scripted", prompt="fail:", stream=True)
     with pytest.raises(openai.APIError, match="a row was NaN"):
         list(stream)
+
+
+def test_a_wrong_key_is_the_sdks_authentication_error() -> None:
+    with live_server(ServerConfig(api_key="s3cret")) as server:
+        for key, right in (("wrong", False), ("s3cret", True)):
+            with openai.OpenAI(base_url=f"{server.url}/v1", api_key=key, max_retries=0) as sdk:
+                if right:
+                    assert sdk.models.list().data[0].id == "scripted"
+                else:
+                    with pytest.raises(openai.AuthenticationError):
+                        sdk.models.list()
