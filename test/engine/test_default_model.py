@@ -81,7 +81,10 @@ def oracle() -> transformers.PreTrainedModel:
 
 
 def generate(algorithm: Algorithm) -> list[Generation]:
-    llm = LLM(EngineConfig(speculative_algorithm=algorithm, max_total_tokens=1024))
+    config = EngineConfig(
+        speculative_algorithm=algorithm, max_total_tokens=1024, speculative_adaptive=False
+    )
+    llm = LLM(config)
     return llm.chat([MESSAGES] * len(PARAMS), PARAMS)
 
 
@@ -90,8 +93,11 @@ def plain() -> list[Generation]:
     return generate("NONE")
 
 
-def test_speculation_changes_no_record_of_the_packaged_model(plain: list[Generation]) -> None:
-    drafted = generate("NGRAM")
+@pytest.mark.parametrize("algorithm", ["NGRAM", "DSPARK"])
+def test_speculation_changes_no_record_of_the_packaged_model(
+    algorithm: Algorithm, plain: list[Generation]
+) -> None:
+    drafted = generate(algorithm)
     for one, other in zip(plain, drafted, strict=True):
         assert [(r.token_id, r.modes) for r in one.records] == [
             (r.token_id, r.modes) for r in other.records
