@@ -156,7 +156,7 @@ def test_draft_lengths_that_follow_costs_change_nothing(name: str) -> None:
     """Rows above four cost so much that most drafts are left out."""
     engine = drafter_engine(name, "llama")
     costs = StepCosts(
-        rows=CostTable((1, 4, 8, 32), (1.0, 1.1, 2.5, 9.0)), blocks=CostTable((1, 8), (0.05, 0.1))
+        rows=CostTable([1, 4, 8, 32], [1.0, 1.1, 2.5, 9.0]), blocks=CostTable([1, 8], [0.05, 0.1])
     )
     free = total(engine.run(JOBS[:12]))
     engine.worker.planner.costs = costs

@@ -14,6 +14,10 @@ def planner(rows, blocks=((1, 0.001),), num_drafts=4, acceptance=0.8):
     return made
 
 
+def names(caps):
+    return [f"r{i}" for i in range(len(caps))]
+
+
 FLAT = ((1, 0.010), (32, 0.011))  # more rows cost next to nothing
 STEEP = ((1, 0.010), (2, 0.020), (32, 0.320))  # every row costs as much as the first
 
@@ -24,17 +28,19 @@ def test_cost_is_linear_between_points_and_beyond_them():
 
 
 def test_without_costs_everything_allowed_is_drafted():
-    assert Planner(4, None).counts([4, 2, 0], 0) == [4, 2, 0]
+    assert Planner(4, None).counts(names([4, 2, 0]), [4, 2, 0], 0) == [4, 2, 0]
 
 
 def test_cheap_rows_are_all_drafted_and_dear_ones_not():
-    assert planner(FLAT).counts([4, 2], 0) == [4, 2]
-    assert planner(STEEP).counts([4, 4], 0) == [0, 0]
+    assert planner(FLAT).counts(names([4, 2]), [4, 2], 0) == [4, 2]
+    assert planner(STEEP).counts(names([4, 4]), [4, 4], 0) == [0, 0]
 
 
 def test_length_follows_acceptance():
     middle = ((1, 0.010), (5, 0.018), (32, 0.080))
-    lengths = [planner(middle, acceptance=a).counts([4], 0)[0] for a in (0.05, 0.5, 0.95)]
+    lengths = [
+        planner(middle, acceptance=a).counts(names([4]), [4], 0)[0] for a in (0.05, 0.5, 0.95)
+    ]
     assert lengths[0] == 0
     assert lengths == sorted(lengths)
     assert lengths[-1] == 4
@@ -42,7 +48,7 @@ def test_length_follows_acceptance():
 
 def test_what_does_not_pay_is_tried_again_now_and_then_and_rarer_each_time():
     made = planner(STEEP)
-    drafted = [made.counts([4], 0) == [PROBE_LENGTH] for _ in range(PROBE_STEPS * 8)]
+    drafted = [made.counts(names([4]), [4], 0) == [PROBE_LENGTH] for _ in range(PROBE_STEPS * 8)]
     tries = [step for step, was in enumerate(drafted) if was]
     gaps = [b - a for a, b in pairwise(tries)]
     assert tries[0] == PROBE_STEPS
@@ -53,7 +59,7 @@ def test_what_does_not_pay_is_tried_again_now_and_then_and_rarer_each_time():
 def test_acceptance_is_learnt_by_position_and_only_where_it_was_seen():
     made = planner(FLAT, acceptance=0.5)
     for _ in range(200):
-        made.observe(num_drafts=4, num_accepted=1)
+        made.observe("a", num_drafts=4, num_accepted=1)
     assert made.acceptance[0] > 0.99
     assert made.acceptance[1] < 0.01
     assert made.acceptance[2:] == [0.5, 0.5]
@@ -61,18 +67,31 @@ def test_acceptance_is_learnt_by_position_and_only_where_it_was_seen():
 
 def test_costs_follow_what_steps_take_while_serving():
     made = planner(FLAT)
-    assert made.counts([4], 0) == [4]
+    assert made.counts(names([4]), [4], 0) == [4]
     for _ in range(200):
         made.learn_costs(num_rows=5, seconds=0.2, num_blocks=1, draft_seconds=0.001)
         made.learn_costs(num_rows=1, seconds=0.01, num_blocks=0, draft_seconds=0.0)
     assert abs(made.costs.rows.at(5) - 0.2) < 0.001
-    assert made.counts([4], 0)[0] < 4
+    assert made.counts(names([4]), [4], 0)[0] < 4
 
 
 def test_one_odd_measurement_does_not_turn_drafting_off():
     made = planner(FLAT)
     made.learn_costs(num_rows=5, seconds=60.0, num_blocks=1, draft_seconds=60.0)
-    assert made.counts([4], 0) == [4]
+    assert made.counts(names([4]), [4], 0) == [4]
+
+
+def test_with_trimmed_drafts_only_requests_that_gain_by_them_get_some():
+    made = planner(((1, 0.010), (8, 0.017), (32, 0.060)), blocks=((1, 0.002), (8, 0.004)))
+    made.trims = True
+    for _ in range(60):
+        made.observe("r0", num_drafts=3, num_accepted=2)
+        made.observe("r1", num_drafts=1, num_accepted=0)
+    assert made.counts(["r0", "r1"], [4, 4], 0) == [4, 0]
+    made.forget("r0")
+    for _ in range(200):
+        made.observe("r1", num_drafts=1, num_accepted=0)
+    assert made.counts(["r1", "new"], [4, 4], 0) == [0, 0]
 
 
 def test_trim_admits_by_survival_until_rows_cost_more_than_they_bring():

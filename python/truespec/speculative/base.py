@@ -174,6 +174,7 @@ class SpecWorker(Worker):
 
     def forget(self, req: Req) -> None:
         self.grammars.forget(req)
+        self.planner.forget(req.rid)
 
     def describe(self) -> dict[str, object]:
         return {"algorithm": self.config.speculative_algorithm, "num_drafts": self.num_drafts}
@@ -212,7 +213,7 @@ class SpecWorker(Worker):
         sampling = [chunk for chunk in batch.chunks if chunk.samples]
         caps = [self.most_drafts(chunk) for chunk in sampling]
         other_rows = sum(chunk.num_rows for chunk in batch.chunks) - len(sampling)
-        counts = self.planner.counts(caps, other_rows)
+        counts = self.planner.counts([c.req.rid for c in sampling], caps, other_rows)
         self._planned = {c.req.rid: n for c, n in zip(sampling, counts, strict=True)}
 
     def _learn_costs(
@@ -228,8 +229,11 @@ class SpecWorker(Worker):
 
     def _observe(self, draft: Draft, verdict: Verdict) -> None:
         cu = draft.cu_rows.tolist()
-        for index, count in enumerate(verdict.num_tokens.tolist()):
-            self.planner.observe(cu[index + 1] - cu[index] - 1, max(0, count - 1))
+        emitted = verdict.num_tokens.tolist()
+        for index, (rid, planned) in enumerate(self._planned.items()):
+            if planned:
+                num_drafts = cu[index + 1] - cu[index] - 1
+                self.planner.observe(rid, num_drafts, max(0, emitted[index] - 1))
 
     def _commit_rows(self, batch: Batch, rows: StepRows, verdict: Verdict) -> Committed:
         """Find the committed rows; accepted tree nodes are moved to their own positions' slots."""

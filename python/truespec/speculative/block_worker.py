@@ -26,7 +26,6 @@ from truespec.speculative.chains import ChainDrafts, draft_of_chains
 from truespec.speculative.contract import Draft
 from truespec.speculative.drafter_worker import DrafterWorker, Drafting
 
-
 MAX_PUT_OFF = 64  # positions per request whose features wait
 
 
@@ -39,6 +38,7 @@ class BlockWorker(DrafterWorker):
         super().__init__(parts, plan, drafter.target_ids)
         self.drafter = drafter
         self.capture = drafter.config.target_layer_ids
+        self.planner.trims = drafter.confidence is not None and not self.is_rejection
         self._put_off: dict[str, list[Tensor]] = {}  # request -> features [m * H] of last positions
 
     @classmethod

@@ -19,6 +19,8 @@ MAX_PROBE_STEPS = 512
 PROBE_LENGTH = 2  # drafts of such a try
 MIN_GAIN = 1.03  # predicted gain below which drafts are left out
 LEARNING = 0.1  # weight of a new measurement
+REQUEST_LEARNING = 0.15  # weight of a step in what is known of a request
+OVERALL_LEARNING = 0.02  # and of all requests, where a new one starts
 OUTLIER = 2.0  # a measurement counts as at most so many times what was expected
 
 
@@ -72,12 +74,34 @@ class StepCosts:
 
 
 @dataclass(slots=True)
+class Yield:
+    """What drafting for a request brings, running means per step.
+
+    Attributes:
+        accepted: drafts accepted. verified: rows spent on them.
+    """
+
+    accepted: float
+    verified: float
+
+    def learn(self, accepted: int, verified: int, weight: float) -> None:
+        """Move towards what a step brought."""
+        self.accepted += weight * (accepted - self.accepted)
+        self.verified += weight * (verified - self.verified)
+
+
+@dataclass(slots=True)
 class Planner:
     """Chooses draft lengths step by step.
+
+    Where drafts are trimmed by their confidences, what gets verified is a choice of the best ones,
+    so it is decided per request from what drafting really brought. Otherwise one length for all
+    follows from the acceptance by position.
 
     Args:
         num_drafts: drafts per request at most.
         costs: `None` drafts as much as it may.
+        trims: the worker calls `trim` on what it made.
 
     Attributes:
         acceptance: [num_drafts] running conditional acceptance by position.
@@ -85,36 +109,69 @@ class Planner:
 
     num_drafts: int
     costs: StepCosts | None
+    trims: bool = False
     acceptance: list[float] = field(default_factory=list)
+    _overall: Yield = field(default_factory=lambda: Yield(FIRST_ACCEPTANCE, 1.0))
+    _yields: dict[str, Yield] = field(default_factory=dict)
     _idle_steps: int = 0
     _probe_after: int = PROBE_STEPS
 
     def __post_init__(self) -> None:
         self.acceptance = [FIRST_ACCEPTANCE] * self.num_drafts
 
-    def counts(self, caps: list[int], other_rows: int) -> list[int]:
+    def counts(self, rids: list[str], caps: list[int], other_rows: int) -> list[int]:
         """Drafts to make per decoding request.
 
         Args:
-            caps: what each request may have.
+            rids: its requests. caps: what each of them may have.
             other_rows: prompt rows in the same step.
         """
-        num_wishing = sum(cap > 0 for cap in caps)
-        if self.costs is None or num_wishing == 0:
+        if self.costs is None or not any(caps):
             return caps
+        best = (
+            self._chosen(rids, caps, other_rows) if self.trims else self._length(caps, other_rows)
+        )
+        if not any(best):
+            return self._idle_or_probe(caps)
+        self._idle_steps, self._probe_after = 0, PROBE_STEPS
+        return best
+
+    def forget(self, rid: str) -> None:
+        """The request is over."""
+        self._yields.pop(rid, None)
+
+    def _chosen(self, rids: list[str], caps: list[int], other_rows: int) -> list[int]:
+        """Drafts for the requests where they bring most, as many as raise tokens per second."""
+        assert self.costs is not None, "without costs nothing is planned"
         base_rows = len(caps) + other_rows
+        yields = [self._yields.get(rid, self._overall) for rid in rids]
+        order = sorted((i for i, cap in enumerate(caps) if cap), key=lambda i: -yields[i].accepted)
+        tokens, rows = float(len(caps)), float(base_rows)
+        best, num_best = tokens / self.costs.rows.at(base_rows) * MIN_GAIN, 0
+        for num_blocks, index in enumerate(order, start=1):
+            tokens += yields[index].accepted
+            rows += yields[index].verified
+            seconds = self.costs.rows.at(round(rows)) + self.costs.blocks.at(num_blocks)
+            if tokens / seconds > best:
+                best, num_best = tokens / seconds, num_blocks
+        counts = [0] * len(caps)
+        for index in order[:num_best]:
+            counts[index] = caps[index]
+        return counts
+
+    def _length(self, caps: list[int], other_rows: int) -> list[int]:
+        """One length for all requests."""
+        assert self.costs is not None, "without costs nothing is planned"
+        base_rows = len(caps) + other_rows
+        num_blocks = sum(cap > 0 for cap in caps)
         survivals = self._survivals()
-        without = len(caps) / self.costs.rows.at(base_rows)
-        best, best_length = without * MIN_GAIN, 0
+        best, best_length = len(caps) / self.costs.rows.at(base_rows) * MIN_GAIN, 0
         for length in range(1, self.num_drafts + 1):
             taken = [min(cap, length) for cap in caps]
             tokens = len(caps) + sum(sum(survivals[:count]) for count in taken)
-            seconds = self.costs.rows.at(base_rows + sum(taken)) + self.costs.blocks.at(num_wishing)
+            seconds = self.costs.rows.at(base_rows + sum(taken)) + self.costs.blocks.at(num_blocks)
             if tokens / seconds > best:
                 best, best_length = tokens / seconds, length
-        if best_length == 0:
-            return self._idle_or_probe(caps)
-        self._idle_steps, self._probe_after = 0, PROBE_STEPS
         return [min(cap, best_length) for cap in caps]
 
     def trim(self, survivals: list[list[float]], other_rows: int) -> list[int]:
@@ -156,8 +213,12 @@ class Planner:
         if num_blocks:
             self.costs.blocks.learn(num_blocks, draft_seconds)
 
-    def observe(self, num_drafts: int, num_accepted: int) -> None:
-        """Learn from one request's step: drafts verified and how many of them were accepted."""
+    def observe(self, rid: str, num_drafts: int, num_accepted: int) -> None:
+        """Learn from a step that drafted for a request: drafts verified, and accepted of them."""
+        if rid not in self._yields:
+            self._yields[rid] = Yield(self._overall.accepted, self._overall.verified)
+        self._yields[rid].learn(num_accepted, num_drafts, REQUEST_LEARNING)
+        self._overall.learn(num_accepted, num_drafts, OVERALL_LEARNING)
         for position in range(min(num_drafts, num_accepted + 1)):
             hit = 1.0 if position < num_accepted else 0.0
             known = self.acceptance[position]
