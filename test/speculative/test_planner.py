@@ -88,6 +88,7 @@ def test_with_trimmed_drafts_only_requests_that_gain_by_them_get_some():
         made.observe("r0", num_drafts=3, num_accepted=2)
         made.observe("r1", num_drafts=1, num_accepted=0)
     assert made.counts(["r0", "r1"], [4, 4], 0) == [4, 0]
+    assert made.counts(["r0", "r1"], [2, 4], 0) == [2, 0]
     made.forget("r0")
     for _ in range(200):
         made.observe("r1", num_drafts=1, num_accepted=0)

@@ -17,7 +17,8 @@ FIRST_ACCEPTANCE = 0.7  # before anything is known: drafting is tried
 PROBE_STEPS = 32  # steps without drafts before one is tried again
 MAX_PROBE_STEPS = 512
 PROBE_LENGTH = 2  # drafts of such a try
-MIN_GAIN = 1.03  # predicted gain below which drafts are left out
+PROBE_EVERY = 4  # it takes every fourth request, in turn
+MIN_GAIN = 1.08  # predicted gain below which drafts are left out: estimates are noisy
 LEARNING = 0.1  # weight of a new measurement
 REQUEST_LEARNING = 0.15  # weight of a step in what is known of a request
 OVERALL_LEARNING = 0.02  # and of all requests, where a new one starts
@@ -114,6 +115,7 @@ class Planner:
     _overall: Yield = field(default_factory=lambda: Yield(FIRST_ACCEPTANCE, 1.0))
     _yields: dict[str, Yield] = field(default_factory=dict)
     _idle_steps: int = 0
+    _num_probes: int = -1
     _probe_after: int = PROBE_STEPS
 
     def __post_init__(self) -> None:
@@ -156,7 +158,8 @@ class Planner:
                 best, num_best = tokens / seconds, num_blocks
         counts = [0] * len(caps)
         for index in order[:num_best]:
-            counts[index] = caps[index]
+            # One more than is usually worth verifying, so that the length can grow.
+            counts[index] = min(caps[index], round(yields[index].verified) + 1)
         return counts
 
     def _length(self, caps: list[int], other_rows: int) -> list[int]:
@@ -232,10 +235,14 @@ class Planner:
         return survivals
 
     def _idle_or_probe(self, caps: list[int]) -> list[int]:
-        """No drafts, but now and then one step with them, rarer each time it does not pay."""
+        """No drafts, but now and then for some requests, rarer each time it does not pay."""
         self._idle_steps += 1
         if self._idle_steps <= self._probe_after:
             return [0] * len(caps)
         self._idle_steps = 0
+        self._num_probes += 1
         self._probe_after = min(self._probe_after * 2, MAX_PROBE_STEPS)
-        return [min(cap, PROBE_LENGTH) for cap in caps]
+        return [
+            min(cap, PROBE_LENGTH) if (index - self._num_probes) % PROBE_EVERY == 0 else 0
+            for index, cap in enumerate(caps)
+        ]
