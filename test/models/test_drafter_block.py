@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from dense_drafters import DenseLayer, draft_pool, rms, rows_at, stored, tiny_target
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 import tiny_drafters
+from dense_drafters import DenseLayer, draft_pool, rms, rows_at, stored, tiny_target
 from tiny_drafters import HIDDEN, LAYER_FIELDS, RANK, TARGET_LAYERS, VOCAB, block_tensors, write
 from truespec.models.drafters.block import BlockDrafter, load_block_drafter
 from truespec.models.fields import CheckpointError

@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from dense_drafters import DenseLayer, draft_pool, rms, rows_at, stored, tiny_target
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 import tiny_drafters
+from dense_drafters import DenseLayer, draft_pool, rms, rows_at, stored, tiny_target
 from tiny_drafters import HIDDEN, VOCAB
 from truespec.batch import ModelOutput
 from truespec.models.drafters.eagle import load_eagle

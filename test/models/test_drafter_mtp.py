@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from dense_drafters import DenseLayer, draft_pool, rms, rows_at, stored, tiny_target
 from safetensors.torch import load_file, save_file
 
 import tiny_drafters
+from dense_drafters import DenseLayer, draft_pool, rms, rows_at, stored, tiny_target
 from tiny_drafters import HIDDEN, MTP_NAMES, TARGET_LAYERS, VOCAB
 from truespec.batch import ModelOutput
 from truespec.models.drafters.mtp import load_mtp

@@ -242,7 +242,8 @@ class Planner:
         self._idle_steps = 0
         self._num_probes += 1
         self._probe_after = min(self._probe_after * 2, MAX_PROBE_STEPS)
+        every = min(PROBE_EVERY, len(caps))
         return [
-            min(cap, PROBE_LENGTH) if (index - self._num_probes) % PROBE_EVERY == 0 else 0
+            min(cap, PROBE_LENGTH) if (index - self._num_probes) % every == 0 else 0
             for index, cap in enumerate(caps)
         ]
