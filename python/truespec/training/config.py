@@ -16,6 +16,16 @@ class DSparkShape:
 
 
 @dataclass(frozen=True, slots=True)
+class Answering:
+    """How the target answers prompts: each prompt once at every temperature."""
+
+    temperatures: tuple[float, ...] = (0.0, 0.6, 1.0)
+    max_tokens: int = 256
+    answer_seed: int = 0  # another seed adds other answers at T > 0
+    group_size: int = 64  # answers between two writes
+
+
+@dataclass(frozen=True, slots=True)
 class Collecting:
     """Which recorded answers are run through the target, and in which order."""
 
@@ -64,3 +74,10 @@ class LoopConfig:
     average_decay: float = 0.998  # of the weight average that is measured and exported
     measure_every: int = 100  # steps
     save_every_s: float = 180.0
+
+
+@dataclass(frozen=True, slots=True)
+class Calibrating:
+    """What the confidence head is fitted on."""
+
+    num_answers: int = 200  # training answers at T = 0

@@ -48,7 +48,8 @@ class Target:
 
 
 def load_target(path: Path) -> Target:
-    """Read `config.json` and `model.safetensors` of a Llama-shaped target."""
+    """Read `config.json` and all `*.safetensors` of a Llama-shaped target."""
     config = json.loads((path / "config.json").read_text())
-    weights = load_file(path / "model.safetensors")
+    files = sorted(path.glob("*.safetensors"))
+    weights = {name: tensor for file in files for name, tensor in load_file(file).items()}
     return Target(config, {k.removeprefix("model."): v for k, v in weights.items()})
