@@ -8,15 +8,18 @@ from pathlib import Path
 
 import pytest
 
+from tiny import tiny_checkpoint
 from truespec.config import EngineConfig
 from truespec.llm import LLM
 from truespec.params import SamplingParams
 from truespec.training.__main__ import main
 from truespec.training.answers import Answer, append_answers, read_answers, recover_answers
 
-SMALL = (
-    "--max-tokens 24 --num-dev 6 --num-steps 4 --measure-every 2 --num-sequences 2 "
-    "--anchors-per-sequence 6 --markov-rank 4 --num-layers 1"
+PAGE = Path(__file__).parents[2] / "docs" / "training.md"
+ANSWERS, SPLIT = "--max-tokens 24", "--num-dev 6"
+TRAINING = (
+    "--num-steps 4 --measure-every 2 --num-sequences 2 --anchors-per-sequence 6 "
+    "--markov-rank 4 --num-layers 1"
 )
 TOPICS = ("the sea", "an owl", "rain", "a stone", "fire", "tin", "snow")
 
@@ -31,8 +34,35 @@ def prompts(tmp_path: Path) -> Path:
     return path
 
 
+@pytest.fixture
+def workplace(prompts: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The working directory of the page: its model, here a tiny one, and its prompts."""
+    tiny_checkpoint(prompts.parent / "Qwen3-0.6B", "qwen3")
+    monkeypatch.chdir(prompts.parent)
+    return prompts.parent
+
+
 def run(command: str, **paths: Path) -> None:
     main(shlex.split(command.format(**paths)))
+
+
+def commands_of_the_page() -> list[str]:
+    """What follows `truespec train` on each line of the page that begins so, in order."""
+    start = "truespec train "
+    return [x.removeprefix(start) for x in PAGE.read_text().splitlines() if x.startswith(start)]
+
+
+def assert_drafts_change_no_token(model: Path, drafter: Path) -> None:
+    plain = EngineConfig(model_path=str(model), max_total_tokens=1024)
+    drafting = replace(
+        plain,
+        speculative_algorithm="DSPARK",
+        speculative_draft_model_path=str(drafter),
+        speculative_adaptive=False,
+    )
+    tokens, num_drafts = greedy(drafting)
+    assert num_drafts > 0
+    assert tokens == greedy(plain)[0]
 
 
 def greedy(config: EngineConfig) -> tuple[list[list[int]], int]:
@@ -43,11 +73,11 @@ def greedy(config: EngineConfig) -> tuple[list[list[int]], int]:
 
 
 def test_one_command_makes_a_drafter_that_the_engine_serves(
-    tiny_llama: Path, prompts: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+    workplace: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    out = tmp_path / "out"
-    command = "dspark --model {model} --prompts {prompts} --out {out} " + SMALL
-    run(command, model=tiny_llama, prompts=prompts, out=out)
+    command = f"{commands_of_the_page()[0]} {ANSWERS} {SPLIT} {TRAINING}"
+    run(command)
+    out = workplace / "drafter"
     answers = read_answers(out / "answers.jsonl.gz")
     assert sorted({a.temperature for a in answers}) == [0.0, 0.6, 1.0]
     assert len(answers) == 3 * 8
@@ -55,39 +85,26 @@ def test_one_command_makes_a_drafter_that_the_engine_serves(
     config = json.loads((out / "export" / "config.json").read_text())
     assert len(config["confidence_temperatures"]) == config["block_size"] == 5
     assert [json.loads(x)["step"] for x in (out / "history.jsonl").open()] == [2, 4]
-    plain = EngineConfig(model_path=str(tiny_llama), max_total_tokens=1024)
-    drafting = replace(
-        plain,
-        speculative_algorithm="DSPARK",
-        speculative_draft_model_path=str(out / "export"),
-        speculative_adaptive=False,
-    )
-    tokens, num_drafts = greedy(drafting)
-    assert num_drafts > 0
-    assert tokens == greedy(plain)[0]
+    assert_drafts_change_no_token(workplace / "Qwen3-0.6B", out / "export")
     before = {p: p.stat().st_mtime_ns for p in out.rglob("*") if p.is_file()}
-    run(command, model=tiny_llama, prompts=prompts, out=out)
+    run(command)
     assert {p: p.stat().st_mtime_ns for p in out.rglob("*") if p.is_file()} == before
-    with prompts.open("a") as file:
+    with (workplace / "prompts.jsonl").open("a") as file:
         file.write('{"prompt": "One more."}\n')
     with pytest.raises(SystemExit, match="use another --out"):
-        run(command, model=tiny_llama, prompts=prompts, out=out)
+        run(command)
 
 
-def test_the_stages_run_one_by_one(tiny_llama: Path, prompts: Path, tmp_path: Path) -> None:
-    paths = {"model": tiny_llama, "prompts": prompts, "out": tmp_path}
-    run("answers --model {model} --prompts {prompts} --out {out}/a.gz --max-tokens 24", **paths)
-    run("collect --model {model} --answers {out}/a.gz --cache {out}/cache --num-dev 6", **paths)
-    trained = "--answers {out}/a.gz --target {model} --cache {out}/cache --run-dir {out}/run"
-    small = SMALL.partition("--num-dev 6")[2]
-    run(f"dspark {trained} {small}", **paths)
-    run(
-        "calibrate --checkpoint {out}/run/export --target {model} --cache {out}/cache",
-        **paths,
-    )
-    assert "confidence_temperatures" in (tmp_path / "run/export/config.json").read_text()
+def test_the_stages_of_the_page_run_one_by_one(workplace: Path) -> None:
+    small = {"answers": ANSWERS, "collect": SPLIT, "dspark": TRAINING, "calibrate": ""}
+    _, *commands = commands_of_the_page()
+    assert [command.split()[0] for command in commands] == list(small)
+    for command in commands:
+        run(f"{command} {small[command.split()[0]]}")
+    assert "confidence_temperatures" in (workplace / "run/export/config.json").read_text()
+    assert_drafts_change_no_token(workplace / "Qwen3-0.6B", workplace / "run" / "export")
     with pytest.raises(SystemExit, match="--max-tokens has no effect"):
-        run(f"dspark {trained} --max-tokens 9", **paths)
+        run(f"{commands[2]} --max-tokens 9")
 
 
 def test_bad_prompt_lines_are_reported_and_skipped(
