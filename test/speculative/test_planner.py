@@ -69,10 +69,10 @@ def test_costs_follow_what_steps_take_while_serving():
     made = planner(FLAT)
     assert made.counts(names([4]), [4], 0) == [4]
     for _ in range(200):
-        made.learn_costs(num_rows=5, seconds=0.2, num_blocks=1, draft_seconds=0.001)
-        made.learn_costs(num_rows=1, seconds=0.01, num_blocks=0, draft_seconds=0.0)
-    assert abs(made.costs.rows.at(5) - 0.2) < 0.001
-    assert made.counts(names([4]), [4], 0)[0] < 4
+        made.learn_costs(num_rows=5, seconds=0.02, num_blocks=1, draft_seconds=0.2)
+    assert abs(made.costs.rows.at(5) - 0.02) < 0.001
+    assert abs(made.costs.blocks.at(1) - 0.2) < 0.001
+    assert made.counts(names([4]), [4], 0) == [0]
 
 
 def test_one_odd_measurement_does_not_turn_drafting_off():

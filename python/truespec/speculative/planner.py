@@ -29,28 +29,30 @@ OUTLIER = 2.0  # a measurement counts as at most so many times what was expected
 class CostTable:
     """Seconds by size, linear between the measured points and beyond the last two.
 
+    What is learnt while serving scales the whole table: a busy machine or long contexts make every
+    size slower, and sizes measured at different times would not compare.
+
     Attributes:
         sizes: ascending. seconds: one per size.
+        scale: how much slower than at start.
     """
 
     sizes: list[int]
     seconds: list[float]
+    scale: float = 1.0
 
     def learn(self, size: int, seconds: float) -> None:
         """Move towards a measurement made while serving."""
-        if not self.sizes:
-            return
-        known = self.at(size)
-        value = known + LEARNING * (min(seconds, OUTLIER * known) - known)
-        place = bisect_left(self.sizes, size)
-        if place == len(self.sizes) or self.sizes[place] != size:
-            self.sizes.insert(place, size)
-            self.seconds.insert(place, value)
-        else:
-            self.seconds[place] = value
+        known = self._measured(size)
+        if known > 0:
+            now = min(seconds / known, OUTLIER * self.scale)
+            self.scale += LEARNING * (now - self.scale)
 
     def at(self, size: int) -> float:
         """Seconds for `size`; 0 is free."""
+        return self.scale * self._measured(size)
+
+    def _measured(self, size: int) -> float:
         if size == 0 or not self.sizes:
             return 0.0
         if len(self.sizes) == 1 or size <= self.sizes[0]:

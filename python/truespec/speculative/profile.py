@@ -16,7 +16,7 @@ ROW_SIZES = (1, 2, 4, 8, 16, 32)
 BLOCK_SIZES = (1, 4, 16)
 PROMPT = 3  # tokens of a made-up request: little to prefill
 BUDGET_SECONDS = 1.0  # per table, after its first two sizes
-REPEATS = 2  # the fastest counts: everything else is noise
+REPEATS = 4  # the fastest counts: everything else is noise
 
 
 def measure_costs(worker: SpecWorker) -> StepCosts:
