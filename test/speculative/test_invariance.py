@@ -158,6 +158,7 @@ def test_draft_lengths_that_follow_costs_change_nothing(name: str) -> None:
     costs = StepCosts(rows=CostTable([1, 4, 8, 32], [1.0, 1.1, 2.5, 9.0]), blocks=CostTable([], []))
     free = total(engine.run(JOBS[:12]))
     engine.worker.planner.costs = costs
+    engine.worker.planner.acceptance = [0.9] * engine.worker.num_drafts  # as if all went well
     results = engine.run(JOBS[:12])
     expect_plain("llama", JOBS[:12], results)
     assert 0 < total(results).num_drafts < free.num_drafts
