@@ -60,8 +60,13 @@ def start_peers(args: argparse.Namespace) -> list[Peer]:
     """Every peer that was asked for, one after the other."""
     ignore = {"ignore_eos": True}
     peers = [
-        Peer("truespec", TruespecServer(str(args.model_dir), "NONE"), "truespec", ignore),
-        Peer("truespec DSPARK", TruespecServer(str(args.model_dir), "DSPARK"), "truespec", ignore),
+        Peer("truespec", TruespecServer(str(args.model_dir), "NONE"), str(args.model_dir), ignore),
+        Peer(
+            "truespec DSPARK",
+            TruespecServer(str(args.model_dir), "DSPARK"),
+            str(args.model_dir),
+            ignore,
+        ),
     ]
     if args.llama_server:
         command = [str(args.llama_server), "-m", str(args.gguf), "--port", "{port}"]
