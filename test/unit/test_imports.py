@@ -22,10 +22,9 @@ ALLOWED: dict[str, set[str]] = {
     "constrained": EVERYWHERE,
     "kernels": {"env"},
     "kvcache": TENSORS | {"kernels"},
-    "attention": TENSORS | {"kernels", "kvcache"},
-    "layers": TENSORS | {"kernels", "attention", "distributed"},
+    "layers": TENSORS | {"kernels"},
     "models": TENSORS | {"layers", "kernels"},
-    "engine": TENSORS | {"kernels", "kvcache", "attention", "layers", "models", "distributed"},
+    "engine": TENSORS | {"kernels", "kvcache", "layers", "models"},
     "speculative": TENSORS | {"engine", "layers", "models", "kernels", "kvcache", "constrained"},
     "scheduler": TENSORS
     | {"message", "kvcache", "constrained", "engine.worker", "speculative.registry"},
@@ -34,7 +33,6 @@ ALLOWED: dict[str, set[str]] = {
     "training": TENSORS | {"llm", "models", "layers", "kernels"},
     "audit": TENSORS | {"llm", "models", "layers"},
     "bench": TENSORS | {"llm", "models", "layers"},
-    "distributed": EVERYWHERE,
 }
 COMPOSITION_ROOTS = {
     "llm.py",

@@ -1,1 +1,0 @@
-"""Room of truespec; see docs/architecture.md."""
