@@ -42,7 +42,7 @@ def measure_dspark(
             rounds[sequence.category] += round_lengths(hit.sum(-1).numpy())
         elif sequence.temperature == 1.0:
             probs.append(_expected_lengths(model, batch, hidden, draft_head))
-    return _summary(rounds, hits, probs)
+    return summarize(rounds, hits, probs)
 
 
 def draft_greedily(
@@ -98,9 +98,10 @@ def _expected_lengths(
     return length
 
 
-def _summary(
+def summarize(
     rounds: dict[str, list[int]], hits: list[Tensor], probs: list[Tensor]
 ) -> dict[str, float]:
+    """Figures by name: `rounds` tokens per round by category, `hits` [., G] bool, `probs` [.]."""
     out: dict[str, float] = {}
     if rounds:
         out["greedy"] = float(np.mean(np.concatenate(list(rounds.values()))))
