@@ -14,6 +14,8 @@ from .blocks import BlockBatch
 from .config import DSparkShape
 from .target import Target
 
+Rope = tuple[Tensor, Tensor]  # cos and sin [..., 1, hd], broadcast over heads
+
 
 @dataclass(frozen=True, slots=True)
 class Dims:
@@ -55,11 +57,11 @@ class DSparkModel(nn.Module):
         num_taps = len(shape.target_layer_ids)
         self.shape, self.dims = shape, dims
         self.fc = nn.Linear(num_taps * dims.hidden, dims.hidden, bias=False)
-        self.hidden_norm = nn.RMSNorm(dims.hidden, dims.eps)
+        self.hidden_norm = RMSNorm(dims.hidden, dims.eps)
         self.layers = nn.ModuleList(
             _Layer(dims, shape.num_kv_heads) for _ in range(shape.num_layers)
         )
-        self.norm = nn.RMSNorm(dims.hidden, dims.eps)
+        self.norm = RMSNorm(dims.hidden, dims.eps)
         self.markov_head = _MarkovHead(dims.vocab, shape.draft_vocab_size, shape.markov_rank)
         self.confidence_head = _ConfidenceHead(dims.hidden + shape.markov_rank)
         self.mask_embedding = nn.Parameter(torch.zeros(dims.hidden))
@@ -76,23 +78,23 @@ class DSparkModel(nn.Module):
         -> [B, A, G, H]; row i of a block predicts the token at anchor + 1 + i. A block sees the
         context before its anchor, strictly, and all of its own rows.
         """
-        num_seqs, context_len = taps.shape[:2]
+        context_len, size = taps.shape[1], self.shape.block_size
         context = F.linear(taps.flatten(2), self.fc.weight / self.tap_scale)
         context = self.hidden_norm(context)
-        masks = self.mask_embedding.expand(*anchors.shape, self.shape.block_size - 1, -1)
-        x = torch.cat([anchor_embeds.unsqueeze(2), masks.to(anchor_embeds.dtype)], dim=2)
-        positions = anchors.unsqueeze(-1) + torch.arange(self.shape.block_size)
-        block_rope = self._rope_table(positions)  # [B, A, G, hd] each
-        context_rope = self._rope_table(torch.arange(context_len).expand(num_seqs, -1))
-        hidden_from = torch.arange(context_len) >= anchors.unsqueeze(-1)  # [B, A, S]
+        masks = self.mask_embedding.to(anchor_embeds.dtype).expand(*anchors.shape, size - 1, -1)
+        x = torch.cat([anchor_embeds.unsqueeze(2), masks], dim=2).flatten(1, 2)  # [B, A * G, H]
+        positions = anchors.unsqueeze(-1) + torch.arange(size, device=anchors.device)
+        block_rope = self._rope_table(positions.flatten(1))
+        context_rope = self._rope_table(torch.arange(context_len, device=anchors.device))
+        bias = block_bias(anchors, context_len, size).to(x.dtype)
         for layer in self.layers:
-            x = layer(x, context, block_rope, context_rope, hidden_from)
-        out: Tensor = self.norm(x)
-        return out
+            x = layer(x, context, block_rope, context_rope, bias)
+        return torch.unflatten(self.norm(x), 1, (-1, size))
 
-    def _rope_table(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+    def _rope_table(self, positions: Tensor) -> Rope:
         """cos and sin [..., 1, hd] of positions [...], broadcast over heads."""
-        exponents = torch.arange(0, self.dims.head_dim, 2).float() / self.dims.head_dim
+        pairs = torch.arange(0, self.dims.head_dim, 2, device=positions.device)
+        exponents = pairs.float() / self.dims.head_dim
         angles = positions.unsqueeze(-1).float() / self.dims.rope_theta**exponents
         angles = torch.cat([angles, angles], dim=-1).unsqueeze(-2)
         return angles.cos(), angles.sin()
@@ -100,12 +102,33 @@ class DSparkModel(nn.Module):
 
 def forward_blocks(model: DSparkModel, batch: BlockBatch, embedding: Tensor) -> Tensor:
     """Post-norm hidden of all block rows; [B, A, G, H]."""
-    anchor_embeds = F.embedding(batch.token_ids.gather(1, batch.anchors), embedding).float()
+    anchor_embeds = F.embedding(batch.token_ids.gather(1, batch.anchors), embedding)
     # NOTE: autocast's cache of cast weights is shared by all threads and emptied by each: with it,
     # the order in which gradients are added, and so their rounding, depends on timing.
     with torch.autocast("cpu", torch.bfloat16, cache_enabled=False):
         hidden: Tensor = model(batch.taps, batch.anchors, anchor_embeds)
     return hidden
+
+
+def block_bias(anchors: Tensor, context_len: int, block_size: int) -> Tensor:
+    """[B, 1, A * G, S + A * G] fp32: 0 where a block row sees a key, -inf elsewhere.
+
+    Keys are the S context positions, then the rows of all blocks.
+    """
+    num_rows = anchors.shape[1] * block_size
+    places = torch.arange(context_len, device=anchors.device)
+    context = places < anchors.repeat_interleave(block_size, dim=1).unsqueeze(-1)  # [B, A * G, S]
+    block = torch.arange(num_rows, device=anchors.device) // block_size
+    own = (block == block.unsqueeze(-1)).expand(len(anchors), -1, -1)
+    visible = torch.cat([context, own], dim=-1).unsqueeze(1)
+    return torch.zeros(visible.shape, device=anchors.device).masked_fill(~visible, float("-inf"))
+
+
+class RMSNorm(nn.RMSNorm):
+    """RMSNorm in the dtype of its input: mixed dtypes have no fused kernel."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.rms_norm(x, self.normalized_shape, self.weight.to(x.dtype), self.eps)
 
 
 class _MarkovHead(nn.Module):
@@ -126,21 +149,16 @@ class _ConfidenceHead(nn.Module):
 class _Layer(nn.Module):
     def __init__(self, dims: Dims, num_kv_heads: int) -> None:
         super().__init__()
-        self.input_layernorm = nn.RMSNorm(dims.hidden, dims.eps)
+        self.input_layernorm = RMSNorm(dims.hidden, dims.eps)
         self.self_attn = _Attention(dims, num_kv_heads)
-        self.post_attention_layernorm = nn.RMSNorm(dims.hidden, dims.eps)
+        self.post_attention_layernorm = RMSNorm(dims.hidden, dims.eps)
         self.mlp = _Mlp(dims)
 
     def forward(
-        self,
-        x: Tensor,
-        context: Tensor,
-        block_rope: tuple[Tensor, Tensor],
-        context_rope: tuple[Tensor, Tensor],
-        hidden_from: Tensor,
+        self, x: Tensor, context: Tensor, block_rope: Rope, context_rope: Rope, bias: Tensor
     ) -> Tensor:
         rows = self.input_layernorm(x)
-        x = x + self.self_attn(rows, context, block_rope, context_rope, hidden_from)
+        x = x + self.self_attn(rows, context, block_rope, context_rope, bias)
         out: Tensor = x + self.mlp(self.post_attention_layernorm(x))
         return out
 
@@ -157,37 +175,22 @@ class _Attention(nn.Module):
         self.o_proj = nn.Linear(width, dims.hidden, bias=False)
 
     def forward(
-        self,
-        rows: Tensor,
-        context: Tensor,
-        block_rope: tuple[Tensor, Tensor],
-        context_rope: tuple[Tensor, Tensor],
-        hidden_from: Tensor,
+        self, rows: Tensor, context: Tensor, block_rope: Rope, context_rope: Rope, bias: Tensor
     ) -> Tensor:
-        """rows [B, A, G, H], context [B, S, H] -> [B, A, G, H]; one softmax over both."""
-        num_blocks, block_size = rows.shape[1:3]
-        q = _rotate(self._heads(self.q_proj(rows)), block_rope) * self.head_dim**-0.5
-        k_block = self._repeat(_rotate(self._heads(self.k_proj(rows)), block_rope))
-        v_block = self._repeat(self._heads(self.v_proj(rows)))
-        k = self._repeat(_rotate(self._heads(self.k_proj(context)), context_rope)).transpose(1, 2)
-        v = self._repeat(self._heads(self.v_proj(context))).transpose(1, 2)  # [B, h, S, hd]
-        flat = q.flatten(1, 2).transpose(1, 2)  # [B, h, A * G, hd]
-        scores = flat @ k.transpose(-1, -2)
-        scores = torch.unflatten(scores, 2, (num_blocks, block_size))
-        scores = scores.masked_fill(hidden_from[:, None, :, None, :], float("-inf"))
-        own = q.transpose(2, 3) @ k_block.permute(0, 1, 3, 4, 2)  # [B, A, h, G, G]
-        both = torch.cat([scores, own.transpose(1, 2).to(scores.dtype)], dim=-1)
-        weights = both.float().softmax(dim=-1).to(v.dtype)
-        from_context = weights[..., : k.shape[2]].flatten(2, 3) @ v  # [B, h, A * G, hd]
-        from_block = weights[..., k.shape[2] :].transpose(1, 2) @ v_block.transpose(2, 3)
-        out = torch.unflatten(from_context, 2, (num_blocks, block_size)) + from_block.transpose(
-            1, 2
+        """rows [B, A * G, H], context [B, S, H] -> [B, A * G, H]; one softmax over both."""
+        q = _rotate(self._heads(self.q_proj(rows)), block_rope)
+        keys = (
+            _rotate(self._heads(self.k_proj(context)), context_rope),
+            _rotate(self._heads(self.k_proj(rows)), block_rope),
         )
-        mixed: Tensor = self.o_proj(out.permute(0, 2, 3, 1, 4).flatten(3))
+        values = (self._heads(self.v_proj(context)), self._heads(self.v_proj(rows)))
+        k, v = (self._repeat(torch.cat(part, dim=1)).transpose(1, 2) for part in (keys, values))
+        out = F.scaled_dot_product_attention(q.transpose(1, 2), k, v, attn_mask=bias)
+        mixed: Tensor = self.o_proj(out.transpose(1, 2).flatten(2))
         return mixed
 
     def _heads(self, x: Tensor) -> Tensor:
-        return x.view(*x.shape[:-1], -1, self.head_dim)
+        return x.unflatten(-1, (-1, self.head_dim))
 
     def _repeat(self, x: Tensor) -> Tensor:
         """KV heads [..., kv, hd] -> query heads [..., h, hd]."""
@@ -206,7 +209,7 @@ class _Mlp(nn.Module):
         return out
 
 
-def _rotate(x: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:
+def _rotate(x: Tensor, rope: Rope) -> Tensor:
     """Rotary embedding by halves; x [..., heads, hd], computed in fp32, kept in x's dtype."""
     cos, sin = rope
     first, second = x.float().chunk(2, dim=-1)

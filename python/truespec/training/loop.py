@@ -94,8 +94,8 @@ def train_step(task: Task[Model], state: RunState[Model], config: LoopConfig) ->
     norm = float(nn.utils.clip_grad_norm_(task.model.parameters(), config.grad_clip))
     if not math.isfinite(norm):
         raise FloatingPointError(f"gradient norm is {norm} at step {state.step}")
-    for optimizer in state.optimizers:
-        optimizer.step()
+    with ThreadPoolExecutor(config.num_threads) as pool:
+        list(pool.map(lambda optimizer: optimizer.step(), state.optimizers))
     state.step += 1
     _update_average(state, task.model, config.average_decay)
     return metrics | {"grad_norm": norm, "learning_rate": rate}
@@ -158,7 +158,11 @@ def plot_history(run_dir: Path) -> None:
 
 
 def _make_optimizers(model: nn.Module, config: LoopConfig) -> list[torch.optim.Optimizer]:
-    """Muon (its update scaled to AdamW's size, so one rate serves both) and AdamW."""
+    """Muon (its update scaled to AdamW's size, so one rate serves both) and AdamW.
+
+    Muon's matrices are shared out to one optimiser per thread: its iterations take as long as a
+    quarter of a step otherwise, on one core.
+    """
     matrices: list[nn.Parameter] = []
     others: list[nn.Parameter] = []
     for parameter in model.parameters():
@@ -168,12 +172,16 @@ def _make_optimizers(model: nn.Module, config: LoopConfig) -> list[torch.optim.O
     adamw = torch.optim.AdamW(
         others, lr=rate, betas=(0.9, config.beta2), weight_decay=decay, fused=True
     )
-    if not matrices:
-        return [adamw]
-    muon = torch.optim.Muon(
-        matrices, lr=rate, weight_decay=decay, adjust_lr_fn="match_rms_adamw", ns_steps=4
+    matrices.sort(key=lambda matrix: -matrix.numel())
+    shares = (matrices[i :: config.num_threads] for i in range(config.num_threads))
+    muons = (
+        torch.optim.Muon(
+            share, lr=rate, weight_decay=decay, adjust_lr_fn="match_rms_adamw", ns_steps=4
+        )
+        for share in shares
+        if share
     )
-    return [muon, adamw]
+    return [*muons, adamw]
 
 
 def _compute_gradients(task: Task[Model], step: int, config: LoopConfig) -> dict[str, float]:
