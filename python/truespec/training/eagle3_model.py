@@ -1,0 +1,71 @@
+"""The EAGLE-3 drafter (arXiv 2503.01840) as a plain torch module, for training only.
+
+Symbols: e embedding of the next token, f fused feature of the target, g output carried on.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from .chains import ChainBatch
+from .draft_layer import DraftLayer, attend, causal_spans, make_rope, rms_norm
+from .dspark_model import Dims
+from .eagle_config import Eagle3Shape
+
+
+class Eagle3Model(nn.Module):
+    """One layer over [norm(e); norm(f)]; parameter names are those of the checkpoint.
+
+    `tap_scale` [m * H] is a fixed preconditioner: `fc` acts on taps divided by it. Exporting folds
+    it into `fc`.
+    """
+
+    tap_scale: Tensor
+
+    def __init__(self, shape: Eagle3Shape, dims: Dims) -> None:
+        super().__init__()
+        num_taps = len(shape.target_layer_ids)
+        self.shape, self.dims = shape, dims
+        self.fc = nn.Linear(num_taps * dims.hidden, dims.hidden, bias=False)
+        self.midlayer = _MidLayer(dims, shape.num_kv_heads)
+        self.norm = nn.RMSNorm(dims.hidden, dims.eps)
+        self.register_buffer("tap_scale", torch.ones(num_taps * dims.hidden))
+        for module in self.modules():
+            if isinstance(module, nn.Linear):
+                nn.init.normal_(module.weight, std=0.02)
+
+
+def forward_chains(model: Eagle3Model, batch: ChainBatch, embedding: Tensor) -> Tensor:
+    """Post-norm hidden of every step of every chain, fed with the true tokens; [K, R, H] bf16.
+
+    Step j > 0 of a chain sees the target's features up to the chain's first row, and its own
+    steps 1..j: what a draft sees.
+    """
+    layer, eps, rows = model.midlayer, model.dims.eps, batch.rows
+    cast, positions = layer.cast(), batch.positions
+    rope = make_rope(model.dims, max(batch.lens) + model.shape.num_steps)
+
+    def join(token_ids: Tensor, feature: Tensor) -> Tensor:
+        embedded = rms_norm(F.embedding(token_ids, embedding), layer.input_layernorm.weight, eps)
+        return torch.cat([embedded, rms_norm(feature, layer.hidden_norm.weight, eps)], dim=1)
+
+    feature = F.linear(batch.taps.flatten(1), (model.fc.weight / model.tap_scale).bfloat16())
+    joined = join(batch.tokens_after(torch.arange(len(feature)), 1), feature)
+    keys = cast.keys_values(joined, rope, positions)
+    spans, positions = causal_spans(batch, rows, batch.counts), positions[rows]
+    hidden, joined = feature[rows].float(), joined[rows]
+    own, outputs = [], []
+    for step in range(model.shape.num_steps):
+        if step > 0:
+            joined = join(batch.tokens_after(rows, 1 + step), hidden)
+            own.append(cast.keys_values(joined, rope, positions + step))
+        q = cast.queries(joined, rope, positions + step)
+        hidden = cast.finish(hidden, attend(q, keys, own, spans))
+        outputs.append(rms_norm(hidden, model.norm.weight, eps))
+    return torch.stack(outputs)
+
+
+class _MidLayer(DraftLayer):
+    def __init__(self, dims: Dims, num_kv_heads: int) -> None:
+        super().__init__(dims, num_kv_heads, attention_input=2 * dims.hidden)
+        self.hidden_norm = nn.RMSNorm(dims.hidden, dims.eps)
