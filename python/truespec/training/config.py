@@ -16,6 +16,17 @@ class DSparkShape:
 
 
 @dataclass(frozen=True, slots=True)
+class DFlashShape:
+    """Shape of a DFlash drafter; everything else is copied from the target's config."""
+
+    target_layer_ids: tuple[int, ...] = (1, 8, 14, 20, 27)  # id i is the output of layer i
+    num_layers: int = 2
+    num_kv_heads: int = 9
+    block_size: int = 7  # rows of a block = draft tokens per round
+    draft_vocab_size: int = 12288
+
+
+@dataclass(frozen=True, slots=True)
 class Answering:
     """How the target answers prompts: each prompt once at every temperature."""
 
@@ -44,6 +55,17 @@ class DSparkLoss:
     ce: float = 0.1
     overlap: float = 0.9
     confidence: float = 1.0
+    decay: float = 4.0
+    ce_only_fraction: float = 0.3  # of all steps, at the start: CE with weight 1, no L1
+    teacher_top_k: int = 64  # entries kept of a target distribution; the rest counts as missed mass
+
+
+@dataclass(frozen=True, slots=True)
+class DFlashLoss:
+    """Loss of one block row i: `exp(-i / decay) * (ce * CE + overlap * L1)`."""
+
+    ce: float = 0.1
+    overlap: float = 0.9
     decay: float = 4.0
     ce_only_fraction: float = 0.3  # of all steps, at the start: CE with weight 1, no L1
     teacher_top_k: int = 64  # entries kept of a target distribution; the rest counts as missed mass

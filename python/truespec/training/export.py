@@ -1,4 +1,7 @@
-"""Writing and reading a DSpark checkpoint: DeepSpec's tensor names and config.json, bf16."""
+"""Writing and reading a block drafter: DeepSpec's tensor names and config.json, bf16.
+
+DFlash is DSpark with a Markov rank of 0 and without confidences, as DeepSpec has it.
+"""
 
 import json
 import os
@@ -44,8 +47,16 @@ def export_dspark(model: DSparkModel, target: Target, draft_vocab: Tensor, path:
 @torch.no_grad()
 def read_dspark(path: Path, target: Target) -> tuple[DSparkModel, Tensor]:
     """Model and draft vocabulary [DV] int64 of an exported checkpoint; `tap_scale` is 1."""
+    model = DSparkModel(read_shape(path), dims_of(target))
+    tensors, draft_vocab = read_tensors(path)
+    model.load_state_dict(tensors | {"tap_scale": model.tap_scale})
+    return model, draft_vocab
+
+
+def read_shape(path: Path) -> DSparkShape:
+    """Shape of an exported checkpoint; the Markov rank of a DFlash drafter is 0."""
     config = json.loads((path / "config.json").read_text())
-    shape = DSparkShape(
+    return DSparkShape(
         target_layer_ids=tuple(config["target_layer_ids"]),
         num_layers=config["num_hidden_layers"],
         num_kv_heads=config["num_key_value_heads"],
@@ -53,11 +64,13 @@ def read_dspark(path: Path, target: Target) -> tuple[DSparkModel, Tensor]:
         draft_vocab_size=config["draft_vocab_size"],
         markov_rank=config["markov_rank"],
     )
-    model = DSparkModel(shape, dims_of(target))
+
+
+def read_tensors(path: Path) -> tuple[dict[str, Tensor], Tensor]:
+    """Parameters by name, bf16, and the draft vocabulary [DV] int64 of an exported checkpoint."""
     tensors = load_file(path / "model.safetensors")
     offsets = tensors.pop("d2t")
-    model.load_state_dict(tensors | {"tap_scale": model.tap_scale})
-    return model, offsets + torch.arange(len(offsets))
+    return tensors, offsets + torch.arange(len(offsets))
 
 
 @torch.no_grad()
@@ -88,8 +101,9 @@ def checkpoint_config(model: DSparkModel, target: Target) -> dict[str, object]:
         "num_target_layers": int(target.number("num_hidden_layers")),
         "layer_types": ["full_attention"] * shape.num_layers,
         "draft_vocab_size": shape.draft_vocab_size,
+        "sample_from_anchor": True,
         "markov_rank": shape.markov_rank,
         "markov_head_type": "vanilla",
-        "enable_confidence_head": True,
-        "confidence_head_with_markov": True,
+        "enable_confidence_head": shape.markov_rank > 0,
+        "confidence_head_with_markov": shape.markov_rank > 0,
     }

@@ -17,7 +17,17 @@ from . import loop
 from .answers import count_bigrams, count_tokens, order_answers, read_answers, split_answers
 from .cache import FeatureCache
 from .collect import collect_features
-from .config import Answering, Batching, Collecting, DSparkLoss, DSparkShape, LoopConfig
+from .config import (
+    Answering,
+    Batching,
+    Collecting,
+    DFlashLoss,
+    DFlashShape,
+    DSparkLoss,
+    DSparkShape,
+    LoopConfig,
+)
+from .dflash import DFlashModel, DFlashTask
 from .dspark import DSparkTask
 from .dspark_model import DSparkModel, dims_of
 from .generate import answer_prompts, open_jobs
@@ -25,6 +35,7 @@ from .start import (
     choose_draft_vocab,
     measure_tap_scale,
     start_embeddings,
+    start_from_checkpoint,
     start_markov_head,
 )
 from .target import load_target
@@ -115,3 +126,36 @@ def train_dspark(
     start_markov_head(model, draft_vocab, *count_bigrams(answers))
     task = DSparkTask(model, target, draft_vocab, train, dev, batching=batching, loss=loss)
     loop.train(task, run_dir, config)
+
+
+def build_dflash_task(
+    answers_path: Path,
+    target_dir: Path,
+    cache_dir: Path,
+    *,
+    shape: DFlashShape,
+    batching: Batching,
+    loss: DFlashLoss,
+    init_from: Path | None = None,
+) -> DFlashTask:
+    """What trains a DFlash drafter on a feature cache.
+
+    init_from: a DSpark or DFlash checkpoint whose backbone and draft vocabulary are taken over.
+    """
+    target = load_target(target_dir)
+    if shape.draft_vocab_size > target.embedding.shape[0]:
+        raise ValueError(f"{shape.draft_vocab_size} draft ids, the target has fewer")
+    train = FeatureCache(cache_dir, "train", shape.target_layer_ids)
+    dev = FeatureCache(cache_dir, "dev", shape.target_layer_ids)
+    torch.manual_seed(batching.seed)
+    model = DFlashModel(shape, dims_of(target))
+    model.tap_scale.copy_(measure_tap_scale(train))
+    if init_from is not None:
+        draft_vocab = start_from_checkpoint(model, init_from)
+    else:
+        held_out = {tuple(s.token_ids[: s.answer_start].tolist()) for s in dev}
+        answers = [a for a in read_answers(answers_path) if tuple(a.prompt_ids) not in held_out]
+        counts = count_tokens(answers, model.dims.vocab)
+        draft_vocab = choose_draft_vocab(counts, shape.draft_vocab_size)
+        start_embeddings(model, target, draft_vocab)
+    return DFlashTask(model, target, draft_vocab, train, dev, batching=batching, loss=loss)

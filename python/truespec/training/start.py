@@ -1,7 +1,9 @@
-"""First values of a DSpark drafter: draft vocabulary, bigram Markov head, embeddings, scales.
+"""First values of a block drafter: draft vocabulary, bigram Markov head, embeddings, scales.
 
-Everything here is closed form; nothing is trained.
+Everything here is closed form or taken from a checkpoint; nothing is trained.
 """
+
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -9,6 +11,7 @@ from torch import Tensor
 
 from .cache import FeatureCache
 from .dspark_model import DSparkModel
+from .export import read_shape, read_tensors
 from .target import Target
 
 
@@ -55,3 +58,22 @@ def start_embeddings(model: DSparkModel, target: Target, draft_vocab: Tensor) ->
     model.mask_embedding.copy_(target.embedding[draft_vocab].float().mean(0))
     # NOTE: the backbone starts quiet, so that the first logits are those of the bigrams.
     model.norm.weight.copy_(0.15 * target.norm.float())
+
+
+@torch.no_grad()
+def start_from_checkpoint(model: DSparkModel, path: Path) -> Tensor:
+    """Every parameter := the checkpoint's; returns its draft vocabulary, [DV] int64.
+
+    Heads that the model lacks are left out. Raises ValueError if the checkpoint has another shape;
+    its block may be shorter or longer.
+    """
+    mine, theirs = model.shape, read_shape(path)
+    for name in ("target_layer_ids", "num_layers", "num_kv_heads", "draft_vocab_size"):
+        wanted, found = getattr(mine, name), getattr(theirs, name)
+        if wanted != found:
+            raise ValueError(f"{path} has {name} {found}, {wanted} was asked for")
+    tensors, draft_vocab = read_tensors(path)
+    for name, parameter in model.named_parameters():
+        parameter.copy_(tensors[name])
+    model.fc.weight.mul_(model.tap_scale)
+    return draft_vocab
