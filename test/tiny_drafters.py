@@ -250,7 +250,13 @@ MTP_NAMES = {
 
 
 def mtp(
-    directory: Path, family: str, *, num_heads: int = 1, seed: int = 0, **fields: Option
+    directory: Path,
+    family: str,
+    *,
+    num_heads: int = 1,
+    draft_vocab: int | None = None,
+    seed: int = 0,
+    **fields: Option,
 ) -> Path:
     """MTP heads under the names of "mimo", "mimo_v2", "step" or "deepseek"."""
     torch.manual_seed(seed)
@@ -262,16 +268,20 @@ def mtp(
         own |= layer(block, qkv_bias=family == "mimo")
         if family == "step":
             own = {n: t - 1 if "norm" in n else t for n, t in own.items()}
-            own["shared_head.output.weight"] = 3 * matrix(VOCAB, HIDDEN)
+            own["shared_head.output.weight"] = 3 * matrix(draft_vocab or VOCAB, HIDDEN)
         if family == "deepseek":
             own["embed_tokens.weight"] = matrix(VOCAB, HIDDEN)
-            own["shared_head.head.weight"] = 3 * matrix(VOCAB, HIDDEN)
+            own["shared_head.head.weight"] = 3 * matrix(draft_vocab or VOCAB, HIDDEN)
         if family == "mimo_v2":
             own["pre_mlp_layernorm.weight"] = own.pop("post_attention_layernorm.weight")
         number = index + (TARGET_LAYERS if family in ("step", "deepseek") else 0)
         tensors |= {prefix.format(number) + name: tensor for name, tensor in own.items()}
+    if draft_vocab is not None:
+        tensors |= draft_vocabulary(draft_vocab, VOCAB)
+        del tensors["t2d"]
     config = LAYER_FIELDS | {
         "num_hidden_layers": TARGET_LAYERS,
         "num_nextn_predict_layers": num_heads,
+        "draft_vocab_size": draft_vocab,
     }
     return write(directory, tensors, config | fields)

@@ -132,3 +132,18 @@ def test_attention_windows_are_refused_by_name(target: CausalLM, tmp_path: Path)
     path = tiny_drafters.mtp(tmp_path, "mimo_v2", hybrid_layer_pattern=1)
     with pytest.raises(CheckpointError, match="hybrid_layer_pattern is 1"):
         load_mtp(path, target, 4)
+
+
+def test_draft_ids_are_offset_by_d2t_and_logits_are_of_those_ids(
+    target: CausalLM, tmp_path: Path
+) -> None:
+    found = load_mtp(tiny_drafters.mtp(tmp_path, "mimo_v2", num_heads=2, draft_vocab=30), target, 4)
+    assert found is not None
+    offsets = load_file(tmp_path / "model.safetensors")["d2t"]
+    ids = torch.arange(30) + offsets
+    states = torch.randn(5, HIDDEN, generator=torch.Generator().manual_seed(2))
+    for head in found.heads:
+        assert head.target_ids is not None
+        assert torch.equal(head.target_ids, ids)
+        wanted = states.double() @ target.head_weight.data.double()[ids].T
+        torch.testing.assert_close(head.logits(states).double(), wanted, rtol=2e-4, atol=2e-4)

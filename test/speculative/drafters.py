@@ -56,6 +56,11 @@ DRAFTERS = {
         partial(tiny_drafters.mtp, family="step", num_heads=3),
         {"enable_multi_layer_eagle": True},
     ),
+    "multi-layer with few draft ids": Drafter(
+        "NEXTN",
+        partial(tiny_drafters.mtp, family="mimo_v2", num_heads=2, draft_vocab=30),
+        {"enable_multi_layer_eagle": True},
+    ),
     "multi-layer not chained": Drafter(
         "NEXTN",
         partial(tiny_drafters.mtp, family="mimo_v2", num_heads=4),

@@ -34,7 +34,7 @@ class MultiLayerEagleWorker(EagleBase):
     }
 
     def __init__(self, parts: EngineParts, plan: WorkerPlan, drafter: MtpHeads) -> None:
-        super().__init__(parts, plan, target_ids=None)
+        super().__init__(parts, plan, drafter.heads[0].target_ids)
         self.heads, self.is_chained = drafter.heads[: self.num_drafts], drafter.is_chained
         self.capture = self.heads[0].capture
 

@@ -20,6 +20,7 @@ from truespec.models.drafters.checkpoint import (
     layer_config,
     read_fields,
     refuse,
+    target_ids,
     tensor_names,
 )
 from truespec.models.drafters.eagle_config import refuse_unbuilt
@@ -49,9 +50,14 @@ class MtpHead(RecurrentDrafter):
     """u = join [norm(e); norm(h)], one decoder block, final norm, head."""
 
     def __init__(
-        self, dialect: MtpDialect, layer: ModelConfig, target: CausalLM, weights: _Weights
+        self,
+        dialect: MtpDialect,
+        layer: ModelConfig,
+        target: CausalLM,
+        weights: _Weights,
+        ids: Tensor | None,
     ) -> None:
-        self.layer, self.target_ids = layer, None
+        self.layer, self.target_ids = layer, ids
         self.capture = () if dialect.reads_normed else (target.num_layers - 1,)
         self._dialect, self._target, self._weights = dialect, target, weights
 
@@ -135,10 +141,14 @@ def load_mtp(path: Path, target: CausalLM, num_extra_positions: int) -> MtpHeads
     # The target's own config may be the only one there is, with the target's layers.
     layer = layer_config(fields, target.config, lambda name: checkpoint.has(f"0.block.{name}"))
     layer = replace(layer, num_layers=1)
-    heads = [
-        MtpHead(dialect, layer, target, _weights(checkpoint, j, layer, target, num_extra_positions))
-        for j in range(count)
-    ]
+    ids = target_ids(checkpoint, fields, target.config)
+    targets_head = target.head if ids is None else target.head_rows(ids)
+    heads = []
+    for j in range(count):
+        has_head = checkpoint.has(f"{j}.head.weight")
+        head = own_head(checkpoint, f"{j}.head.weight", target, ids) if has_head else targets_head
+        weights = _weights(checkpoint, j, layer, target, head, num_extra_positions)
+        heads.append(MtpHead(dialect, layer, target, weights, ids))
     checkpoint.check_all_used()
     return MtpHeads(heads, dialect.is_chained)
 
@@ -148,6 +158,7 @@ def _weights(
     index: int,
     layer: ModelConfig,
     target: CausalLM,
+    head: PackedLinear,
     num_extra_positions: int,
 ) -> _Weights:
     hidden, kernels = layer.hidden_size, target.kernels
@@ -160,5 +171,5 @@ def _weights(
         stack=kernels.decoder_stack([block], stack_shape(long)),
         norm=checkpoint.vector(f"{index}.norm.weight", hidden),
         embedding=own_embedding(checkpoint, f"{index}.embed_tokens.weight", target),
-        head=own_head(checkpoint, f"{index}.head.weight", target, None),
+        head=head,
     )
