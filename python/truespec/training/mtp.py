@@ -1,0 +1,68 @@
+"""The training task of chained MTP heads: one head per draft step, each with its own loss."""
+
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from truespec.models.config import ModelConfig
+
+from .chain_task import ChainTask, layer_fields, load_chain_data, stored_tensors
+from .chains import ChainBatch
+from .checkpoint_dir import write_checkpoint
+from .config import Batching
+from .dspark_model import dims_of
+from .eagle_config import ChainLoss, MtpShape
+from .mtp_model import MtpModel, forward_heads
+
+
+def default_mtp_shape(target: ModelConfig) -> MtpShape:
+    """A shape that fits the target: its KV heads, and no more draft ids than it has ids."""
+    return MtpShape(
+        num_kv_heads=target.num_kv_heads,
+        draft_vocab_size=min(MtpShape().draft_vocab_size, target.vocab_size),
+    )
+
+
+class MtpTask(ChainTask[MtpModel]):
+    """What the loop trains."""
+
+    def forward(self, batch: ChainBatch) -> Tensor:
+        return forward_heads(self.model, batch, self.data.target.embedding)
+
+    def export(self, path: Path) -> None:
+        target, shape = self.data.target, self.model.shape
+        num_target_layers = int(target.number("num_hidden_layers"))
+        tensors: dict[str, Tensor] = {}
+        for j, head in enumerate(self.model.heads):
+            prefix = f"model.layers.{num_target_layers + j}."
+            tensors |= {prefix + name: t for name, t in head.named_parameters()}
+        config = layer_fields(target, shape.num_kv_heads) | {
+            "architectures": ["LlamaForCausalLMNextN"],
+            "num_hidden_layers": num_target_layers,
+            "num_nextn_predict_layers": shape.num_heads,
+            "draft_vocab_size": shape.draft_vocab_size,
+        }
+        write_checkpoint(path, stored_tensors(tensors, self.data.draft_vocab), config)
+
+
+def build_mtp_task(
+    answers_path: Path,
+    target_dir: Path,
+    cache_dir: Path,
+    *,
+    shape: MtpShape,
+    batching: Batching,
+    loss: ChainLoss,
+) -> MtpTask:
+    """What trains MTP heads on a feature cache, of which they read the final hidden states."""
+    data = load_chain_data(
+        answers_path, target_dir, cache_dir, layers=(), size=shape.draft_vocab_size
+    )
+    torch.manual_seed(batching.seed)
+    model = MtpModel(shape, dims_of(data.target))
+    with torch.no_grad():
+        for head in model.heads:
+            # NOTE: the heads start quiet: nearly uniform logits cost less than wrong ones.
+            head.get_parameter("shared_head.norm.weight").copy_(0.15 * data.target.norm.float())
+    return MtpTask(model, data, batching=batching, loss=loss)
