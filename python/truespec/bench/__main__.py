@@ -6,11 +6,10 @@ import argparse
 import json
 import sys
 from pathlib import Path
-from typing import get_args
 
 from truespec.bench.card import as_json, markdown, plot
-from truespec.bench.spec import Plan, bench
-from truespec.config import Algorithm, EngineConfig, options
+from truespec.bench.spec import ALGORITHMS, Plan, bench
+from truespec.config import EngineConfig, options
 from truespec.utils.command_line import add_flags
 
 
@@ -19,7 +18,11 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="truespec bench", description=__doc__)
     parser.add_argument("what", choices=["spec"], help="what to measure")
     parser.add_argument("--prompts", type=Path, required=True, help="JSON lines: prompt, category")
-    parser.add_argument("--algorithms", default="NONE,NGRAM,DSPARK", help="comma-separated")
+    parser.add_argument(
+        "--algorithms",
+        default="NONE,NGRAM,DSPARK",
+        help="comma-separated; MTP is NEXTN with several heads",
+    )
     parser.add_argument("--out", type=Path, help="directory for card.md, figures.json, plot.png")
     parser.add_argument("--max-tokens", type=int, default=Plan().max_tokens)
     parser.add_argument("--temperatures", type=float, nargs="+", default=[0.0, 1.0])
@@ -37,7 +40,10 @@ def main() -> int:
         speed_prompts=given["speed_prompts"],
         rounds=given["rounds"],
     )
-    algorithms = [name for name in get_args(Algorithm) if name in given["algorithms"].split(",")]
+    algorithms = given["algorithms"].split(",")
+    for name in algorithms:
+        if name not in ALGORITHMS:
+            parser.error(f"--algorithms: {name} is none of {', '.join(ALGORITHMS)}")
     figures = bench(config, algorithms, given["prompts"], plan)
     card = markdown(figures)
     sys.stdout.write(card)

@@ -8,11 +8,15 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import cast, get_args
 
 from truespec.bench.acceptance import AcceptedLengths, accepted_lengths
 from truespec.config import Algorithm, EngineConfig
 from truespec.llm import LLM, Generation
 from truespec.params import SamplingParams
+
+MTP = "MTP"  # several heads, one per draft: NEXTN with --enable-multi-layer-eagle
+ALGORITHMS = (*get_args(Algorithm), MTP)
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,14 +75,19 @@ def read_prompts(path: Path, llm: LLM) -> list[BenchPrompt]:
     return prompts
 
 
+def configured(base: EngineConfig, algorithm: str) -> EngineConfig:
+    """`base` with one of ALGORITHMS."""
+    if algorithm == MTP:
+        return replace(base, speculative_algorithm="NEXTN", enable_multi_layer_eagle=True)
+    return replace(base, speculative_algorithm=cast(Algorithm, algorithm))
+
+
 def bench(
-    base: EngineConfig, algorithms: Sequence[Algorithm], prompts_path: Path, plan: Plan
+    base: EngineConfig, algorithms: Sequence[str], prompts_path: Path, plan: Plan
 ) -> dict[str, Figures]:
     """Figures per algorithm; "NONE" is plain decoding. Drafts are made whether they pay or not
     where lengths are measured, and as the planner says where speed is."""
-    engines: dict[str, LLM] = {}
-    for algorithm in algorithms:
-        engines[algorithm] = LLM(replace(base, speculative_algorithm=algorithm))
+    engines = {algorithm: LLM(configured(base, algorithm)) for algorithm in algorithms}
     prompts = read_prompts(prompts_path, next(iter(engines.values())))
     figures = {name: Figures() for name in engines}
     for name, llm in engines.items():

@@ -94,7 +94,7 @@ def build_worker(
             self_test_row_invariance(kernels, target.shape, target.config.vocab_size)
     with phase("drafter"):
         chosen = worker_class(config)
-        path = _draft_path(config, target.config) if chosen.needs_drafter else None
+        path = _draft_path(config, target.config, chosen) if chosen.needs_drafter else None
         plan = chosen.plan(config, target, path)
     with phase("memory"):
         worker, resolved = build_from_plan(config, target, plan, device, load_tokens)
@@ -166,7 +166,7 @@ def build_from_plan(
     return plan.make(parts, plan), resolved
 
 
-def _draft_path(config: EngineConfig, target: ModelConfig) -> Path:
+def _draft_path(config: EngineConfig, target: ModelConfig, chosen: type[SpecWorker]) -> Path:
     """The drafter's directory: the given one, or the one shipped for this target."""
     if config.speculative_draft_model_path is not None:
         path = Path(config.speculative_draft_model_path).expanduser()
@@ -174,7 +174,8 @@ def _draft_path(config: EngineConfig, target: ModelConfig) -> Path:
             raise ValueError(f"--speculative-draft-model-path {path} is not a directory")
         return path
     algorithm = config.speculative_algorithm
-    for path in sorted(ASSETS.glob(f"*-{algorithm.lower()}")):
+    kind = "mtp" if chosen is MultiLayerEagleWorker else algorithm.lower()
+    for path in sorted(ASSETS.glob(f"*-{kind}")):
         fields = read_fields(path)
         facts = (target.hidden_size, target.vocab_size, target.num_layers)
         names = ("hidden_size", "vocab_size", "num_target_layers")
