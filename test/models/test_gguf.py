@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import gguf
@@ -170,6 +171,26 @@ def test_metadata_equals_what_the_library_reads(tmp_path: Path) -> None:
         assert ours.get(key) == field.contents()
     assert ours.get("no.such.key") is None
     assert [t.name for t in ours.tensors] == [t.name for t in library.tensors]
+
+
+def test_dropped_pages_take_no_memory_and_come_back(tmp_path: Path) -> None:
+    path = tmp_path / "model.gguf"
+    write_gguf(tiny_model("llama"), path)
+    file = GGUFFile(path)
+    before = [tensor.data.copy() for tensor in file.tensors]
+    assert resident_kb(path) > 0
+    file.drop_pages()
+    assert resident_kb(path) == 0
+    assert all(np.array_equal(a, t.data) for a, t in zip(before, file.tensors, strict=True))
+
+
+def resident_kb(path: Path) -> int:
+    """Memory that this process's mappings of a file take."""
+    sections = re.split(
+        r"^(?=[0-9a-f]+-[0-9a-f]+ )", Path("/proc/self/smaps").read_text(), flags=re.M
+    )
+    sizes = (re.search(r"^Rss: +(\d+)", s, re.M) for s in sections if str(path) in s)
+    return sum(int(size[1]) for size in sizes if size)
 
 
 def default_model_oracle(path: Path) -> torch.nn.Module:

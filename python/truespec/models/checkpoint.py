@@ -67,6 +67,9 @@ class Checkpoint(ABC):
         stored = self._read(name, (size,))
         return widen_rows(stored.data, stored.type).contiguous()
 
+    def drop_pages(self) -> None:  # noqa: B027  most kinds of checkpoint keep none
+        """Give back the memory of what was read, once it is packed."""
+
     def check_all_used(self) -> None:
         """Raise `CheckpointError` if a tensor was never read: the model is another one."""
         unused = sorted(self._names() - self._used)

@@ -56,6 +56,10 @@ class GGUFCheckpoint(Checkpoint):
         """See `Checkpoint`."""
         return gguf_name(name) in self._tensors
 
+    def drop_pages(self) -> None:
+        """See `Checkpoint`."""
+        self._file.drop_pages()
+
     def _own_name(self, name: str) -> str:
         return gguf_name(name)
 

@@ -64,7 +64,7 @@ def load_model(name: str | Path, kernels: KernelSet, *, dtype: str = "auto") -> 
     norm = checkpoint.vector(NORM, config.hidden_size)
     checkpoint.check_all_used()
     shape = stack_shape(config)
-    return CausalLM(
+    model = CausalLM(
         config,
         kernels,
         shape=shape,
@@ -73,6 +73,8 @@ def load_model(name: str | Path, kernels: KernelSet, *, dtype: str = "auto") -> 
         norm=norm,
         head_weight=head_weight,
     )
+    checkpoint.drop_pages()
+    return model
 
 
 def _head(checkpoint: Checkpoint, config: ModelConfig, embed_weight: Weight) -> Weight:

@@ -6,6 +6,7 @@ else, the tensors above all, is the library's.
 
 from __future__ import annotations
 
+import mmap
 from pathlib import Path
 from typing import Literal
 
@@ -39,6 +40,12 @@ class GGUFFile(gguf.GGUFReader):
     def keys(self, prefix: str = "") -> list[str]:
         """Metadata keys that start with `prefix`."""
         return [key for key in self.fields if key.startswith(prefix)]
+
+    def drop_pages(self) -> None:
+        """Give back the memory of what was read; what is used again is read from the file again."""
+        mapping = self.data._mmap  # type: ignore[attr-defined]  # numpy names it nowhere else
+        if hasattr(mmap, "MADV_DONTNEED"):
+            mapping.madvise(mmap.MADV_DONTNEED)
 
     def _get_field_parts(self, orig_offs: int, raw_type: int) -> FieldParts:
         """Read one value; the library's method, with arrays read in bulk.
