@@ -1,8 +1,12 @@
+from dataclasses import replace
+from pathlib import Path
+
 import numpy as np
 import pytest
 import torch
 from chain_data import DRAFT_IDS, Setting, counting_batch, make_setting, random_sequence
 from torch import Tensor
+from torch.nn.functional import one_hot
 
 from truespec.training.cache import FeatureCache, write_shard
 from truespec.training.chain_loss import chain_loss, draw_chains, label_teacher, measure_chains
@@ -20,15 +24,24 @@ def setting(tmp_path_factory: pytest.TempPathFactory) -> Setting:
 
 def test_step_j_reads_the_token_after_row_plus_j_and_predicts_the_next() -> None:
     batch = counting_batch()
-    rows, exists = batch.labels(4)
-    labels = batch.token_ids[rows]
+    steps = batch.steps(4)
+    labels = batch.token_ids[steps.label_rows].view(4, 3)
+    assert steps.counts == [3] * 4
     assert labels[:, 0].tolist() == [104, 105, 106, 107]
     one, two = [True, False, True], [True, False, False]
-    assert exists.tolist() == [[True] * 3, one, two, two]
+    assert steps.is_label.view(4, 3).tolist() == [[True] * 3, one, two, two]
     assert labels[0].tolist() == [104, 107, 205]
     assert batch.tokens_after(batch.rows, 1).tolist() == [103, 106, 204]
     assert batch.tokens_after(batch.rows, 2)[[0, 2]].tolist() == [104, 205]
     assert batch.positions[batch.rows].tolist() == [2, 5, 3]
+
+
+def test_a_chain_ends_at_its_depth() -> None:
+    batch = replace(counting_batch(), depths=torch.tensor([1, 3, 2]))
+    steps = batch.steps(4)
+    assert steps.counts == [3, 2, 1, 0]
+    assert steps.chains.tolist() == [0, 1, 2, 1, 2, 1]
+    assert batch.token_ids[steps.label_rows][[0, 1, 2, 4]].tolist() == [104, 107, 205, 206]
 
 
 def test_chains_start_so_that_their_first_token_and_its_successor_are_generated(
@@ -43,84 +56,97 @@ def test_chains_start_so_that_their_first_token_and_its_successor_are_generated(
 def test_the_teacher_of_a_label_is_sure_of_that_label(setting: Setting) -> None:
     cache, head = setting.data.train, setting.data.target.head[DRAFT_IDS]
     batch = pack_chains([cache[0], cache[1]], [np.array([4, 7]), np.array([6])])
-    rows, exists = batch.labels(5)
-    teacher, index = label_teacher(batch, rows, head, top_k=3)
-    assert torch.equal(
-        DRAFT_IDS[teacher.draft_ids[index, 0]][exists], batch.token_ids[rows][exists]
-    )
+    steps = batch.steps(5)
+    teacher, index = label_teacher(batch, steps.label_rows, head, top_k=3)
+    best, labels = DRAFT_IDS[teacher.draft_ids[index, 0]], batch.token_ids[steps.label_rows]
+    assert torch.equal(best[steps.is_label], labels[steps.is_label])
 
 
 def test_a_draw_is_a_function_of_seed_and_index(setting: Setting) -> None:
     cache, weights = setting.data.train, np.full(3, 1 / 3)
     options = Batching(num_sequences=2, anchors_per_sequence=4)
-    first, again, other = (draw_chains(cache, weights, options, i) for i in (5, 5, 6))
+    first, again, other = (draw_chains(cache, weights, options, i, decay=0.5) for i in (5, 5, 6))
     assert torch.equal(first.rows, again.rows)
     assert torch.equal(first.token_ids, again.token_ids)
+    assert torch.equal(first.depths, again.depths)
     assert not torch.equal(first.rows, other.rows)
-    assert first.counts == [4, 4]
+    assert torch.bincount(first.sequences).tolist() == [4, 4]
 
 
-def test_the_loss_is_the_weighted_mean_of_dense_formulas(setting: Setting) -> None:
-    data = setting.data
-    batch = draw_chains(data.train, np.full(3, 1 / 3), Batching(num_sequences=3), 0)
-    head = data.target.head[DRAFT_IDS].float()
-    hidden = torch.randn(
-        4, len(batch.rows), head.shape[1], generator=torch.Generator().manual_seed(1)
-    )
+def test_the_share_of_chains_falls_by_decay_from_step_to_step(setting: Setting) -> None:
+    batches = [
+        draw_chains(setting.data.train, np.full(3, 1 / 3), Batching(), i, decay=0.6)
+        for i in range(60)
+    ]
+    counts = np.sum([batch.steps(4).counts for batch in batches], axis=0)
+    assert counts[1:] / counts[:-1] == pytest.approx(0.6, abs=0.04)
+
+
+def drawn(setting: Setting, decay: float = 0.7) -> ChainBatch:
+    return draw_chains(setting.data.train, np.full(3, 1 / 3), Batching(), 0, decay=decay)
+
+
+def random_hidden(batch: ChainBatch, num_steps: int) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    return [torch.randn(n, 64, generator=generator) for n in batch.steps(num_steps).counts]
+
+
+def test_the_loss_is_the_mean_of_dense_formulas_over_drafts(setting: Setting) -> None:
+    batch = drawn(setting)
+    head = setting.data.target.head[DRAFT_IDS].float()
+    hidden = random_hidden(batch, 4)
     got, metrics = chain_loss(
         hidden, batch, draft_head=head, draft_vocab=DRAFT_IDS, config=LOSS, progress=0.9
     )
-    total, weight_sum, expected = 0.0, 0.0, []
-    for r, row in enumerate(batch.rows.tolist()):
-        end = next(e for e in np.cumsum(batch.lens) if e > row)
-        length, alive = 1.0, 1.0
-        for j in range(4):
+    losses, lengths, places = [], [], [0] * 4
+    ends = np.cumsum(batch.lens.tolist())
+    for row, depth in zip(batch.rows.tolist(), batch.depths.tolist(), strict=True):
+        end = next(e for e in ends if e > row)
+        length, survival = 1.0, 1.0
+        for j in range(min(depth, 4)):
+            state, places[j] = hidden[j][places[j]], places[j] + 1
             if row + 2 + j >= end:
-                break
+                survival = 0.0
+                continue
             p = (batch.last[row + 1 + j].float() @ head.T).softmax(-1)
-            q = (hidden[j, r] @ head.T).softmax(-1)
+            q = (state @ head.T).softmax(-1)
             ce, l1 = float(-(p * q.log()).sum()), float((p - q).abs().sum())
-            total += 0.8**j * (0.1 * ce + 0.9 * l1)
-            weight_sum += 0.8**j
-            alive *= 1 - l1 / 2
-            length += alive
-        expected.append(length)
-    assert float(got) == pytest.approx(total / weight_sum, rel=1e-2)
-    assert metrics["tau"] == pytest.approx(np.mean(expected), rel=1e-2)
+            losses.append(0.1 * ce + 0.9 * l1)
+            survival *= 1 - l1 / 2
+            length += survival
+        if depth >= 4:
+            lengths.append(length)
+    assert 3 < len(lengths) < len(batch.rows)
+    assert float(got) == pytest.approx(np.mean(losses), rel=1e-2)
+    assert metrics["tau"] == pytest.approx(np.mean(lengths), rel=1e-2)
 
 
 def test_labels_outside_the_draft_vocabulary_carry_no_loss(setting: Setting) -> None:
-    data = setting.data
-    batch = draw_chains(data.train, np.full(3, 1 / 3), Batching(num_sequences=3), 0)
-    kept = DRAFT_IDS[:20]
-    hidden = torch.randn(2, len(batch.rows), 64).requires_grad_()
+    batch, kept = drawn(setting), DRAFT_IDS[:20]
+    hidden = [state.requires_grad_() for state in random_hidden(batch, 2)]
+    head = setting.data.target.head[kept].float()
     loss, _ = chain_loss(
-        hidden,
-        batch,
-        draft_head=data.target.head[kept].float(),
-        draft_vocab=kept,
-        config=LOSS,
-        progress=0.0,
+        hidden, batch, draft_head=head, draft_vocab=kept, config=LOSS, progress=0.0
     )
-    (gradient,) = torch.autograd.grad(loss, hidden)
-    rows, exists = batch.labels(2)
-    supervised = exists & (batch.token_ids[rows] < int(kept[-1]) + 1)
-    assert torch.equal(gradient.abs().sum(-1) > 0, supervised)
+    gradients = torch.cat(torch.autograd.grad(loss, hidden))
+    steps = batch.steps(2)
+    supervised = steps.is_label & (batch.token_ids[steps.label_rows] <= int(kept[-1]))
+    assert torch.equal(gradients.abs().sum(-1) > 0, supervised)
 
 
-def test_measured_rounds_replay_verification(setting: Setting, tmp_path_factory) -> None:  # type: ignore[no-untyped-def]
+def test_measured_rounds_replay_verification(tmp_path: Path) -> None:
     """A drafter that is right unless the label is divisible by 5, against a loop over rounds."""
     head = torch.eye(48)
-    root = tmp_path_factory.mktemp("rounds")
     sequences = [random_sequence(torch.randn(48, 64), 30 + n, 5, n) for n in range(11)]
-    write_shard(root / "dev-00000.safetensors", sequences, (0, 1, 2))
+    write_shard(tmp_path / "dev-00000.safetensors", sequences, (0, 1, 2))
 
-    def forward(batch: ChainBatch) -> Tensor:
-        rows, _ = batch.labels(3)
-        ids = batch.token_ids[rows]
-        return torch.nn.functional.one_hot(torch.where(ids % 5 == 0, 1, ids), 48).float()
+    def forward(batch: ChainBatch) -> list[Tensor]:
+        steps = batch.steps(3)
+        ids = batch.token_ids[steps.label_rows]
+        states = one_hot(torch.where(ids % 5 == 0, 1, ids), 48).float()
+        return list(torch.split(states, steps.counts))
 
-    figures = measure_chains(forward, head, torch.arange(48), FeatureCache(root, "dev"))
+    figures = measure_chains(forward, head, torch.arange(48), FeatureCache(tmp_path, "dev"))
     lengths = []
     for sequence in sequences:
         ids, at = sequence.token_ids.tolist(), sequence.answer_start

@@ -7,11 +7,13 @@ import pytest
 import torch
 from chain_data import LAYERS, Setting, make_setting, widen
 from safetensors.torch import load_file
+from torch import Tensor
 
 from dense_drafters import draft_pool, rows_at
 from truespec.batch import ModelOutput
 from truespec.models.drafters.eagle import load_eagle
 from truespec.training import loop
+from truespec.training.cache import FeatureSequence
 from truespec.training.chains import pack_chains
 from truespec.training.config import Batching, LoopConfig
 from truespec.training.dspark_model import dims_of
@@ -19,7 +21,7 @@ from truespec.training.eagle3 import Eagle3Task
 from truespec.training.eagle3_model import Eagle3Model
 from truespec.training.eagle_config import ChainLoss, Eagle3Shape
 
-SHAPE = Eagle3Shape(target_layer_ids=LAYERS, num_kv_heads=2, num_steps=4, draft_vocab_size=40)
+SHAPE = Eagle3Shape(target_layer_ids=LAYERS, num_kv_heads=2, num_drafts=4, draft_vocab_size=40)
 
 
 def make_task(setting: Setting) -> Eagle3Task:
@@ -42,7 +44,7 @@ def test_training_forward_equals_the_engines_drafts(setting: Setting, tmp_path: 
     drafter = load_eagle(tmp_path / "out", setting.engine, 4)
     assert drafter is not None
     sequences, starts = [setting.data.train[i] for i in (0, 2)], [np.array([5, 9]), np.array([7])]
-    hidden = task.forward(pack_chains(sequences, starts))
+    hidden = torch.stack(task.forward(pack_chains(sequences, starts)))
     got = hidden.float() @ task.draft_head.float().T
     chains = [(s, int(row)) for s, rows in zip(sequences, starts, strict=True) for row in rows]
     for r, (sequence, row) in enumerate(chains):
@@ -52,7 +54,7 @@ def test_training_forward_equals_the_engines_drafts(setting: Setting, tmp_path: 
         carried = drafter.forward(
             drafter.inputs(output, past), ids[past + 1], rows_at(past, table), kv
         )[-1:]
-        for step in range(SHAPE.num_steps):
+        for step in range(SHAPE.num_drafts):
             if step:
                 at = torch.tensor([row + step])
                 carried = drafter.forward(carried, ids[at + 1], rows_at(at, table), kv)
@@ -65,16 +67,30 @@ def test_a_chain_sees_its_past_and_itself_only(setting: Setting) -> None:
     task = make_task(setting)
     widen(task.model)
     sequence = setting.data.train[0]
-    alone = task.forward(pack_chains([sequence], [np.array([6])]))
-    among = task.forward(
-        pack_chains([setting.data.train[1], sequence], [np.array([5]), np.array([3, 6, 8])])
-    )
-    torch.testing.assert_close(among[:, 2], alone[:, 0], rtol=0.02, atol=0.02)
+
+    def drafts(sequence: FeatureSequence) -> Tensor:
+        return torch.cat(task.forward(pack_chains([sequence], [np.array([6])])))
+
+    alone = drafts(sequence)
     changed = replace(sequence, taps=sequence.taps.clone())
     changed.taps[7:] += 1.0
-    assert torch.equal(task.forward(pack_chains([changed], [np.array([6])])), alone)
+    assert torch.equal(drafts(changed), alone)
     changed.taps[6] += 1.0
-    assert not torch.equal(task.forward(pack_chains([changed], [np.array([6])])), alone)
+    assert not torch.equal(drafts(changed), alone)
+
+
+def test_other_chains_and_their_depths_change_nothing(setting: Setting) -> None:
+    task = make_task(setting)
+    widen(task.model)
+    sequences, rows = [setting.data.train[i] for i in (1, 0)], [np.array([5]), np.array([8, 6, 3])]
+    whole = task.forward(pack_chains(sequences, rows))
+    cut = task.forward(pack_chains(sequences, rows, np.array([1, 2, 9, 3])))
+    alive = [[0, 1, 2, 3], [1, 2, 3], [2, 3], [2]]
+    for step, chains in enumerate(alive):
+        torch.testing.assert_close(cut[step], whole[step][chains], rtol=0.02, atol=0.02)
+    alone = task.forward(pack_chains(sequences[1:], [np.array([6])]))
+    for one, all_steps in zip(alone, whole, strict=True):
+        torch.testing.assert_close(one[0], all_steps[2], rtol=0.02, atol=0.02)
 
 
 def test_few_sequences_are_learned_by_heart(tmp_path: Path) -> None:
@@ -83,7 +99,7 @@ def test_few_sequences_are_learned_by_heart(tmp_path: Path) -> None:
     loop.train(task, tmp_path / "run", config)
     line = json.loads((tmp_path / "run/history.jsonl").read_text().splitlines()[-1])
     lens = [len(s.loss_mask) - s.answer_start - 1 for s in task.data.dev]
-    best = sum(lens) / sum(-(-n // (SHAPE.num_steps + 1)) for n in lens)
+    best = sum(lens) / sum(-(-n // (SHAPE.num_drafts + 1)) for n in lens)
     assert line["dev/greedy"] > 0.9 * best
 
 

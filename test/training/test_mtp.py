@@ -41,7 +41,7 @@ def test_training_forward_equals_the_engines_heads(setting: Setting, tmp_path: P
     assert found is not None
     assert found.is_chained
     sequences, starts = [setting.data.train[i] for i in (0, 2)], [np.array([5, 9]), np.array([7])]
-    hidden = task.forward(pack_chains(sequences, starts))
+    hidden = torch.stack(task.forward(pack_chains(sequences, starts)))
     got = hidden.float() @ task.draft_head.float().T
     chains = [(s, int(row)) for s, rows in zip(sequences, starts, strict=True) for row in rows]
     for r, (sequence, row) in enumerate(chains):

@@ -5,6 +5,7 @@ Knows hidden states of draft steps, labels and the target's head; knows no draft
 
 from collections import defaultdict
 from collections.abc import Callable, Iterator
+from collections.abc import Sequence as Seq
 
 import numpy as np
 import torch
@@ -12,7 +13,7 @@ from torch import Tensor
 
 from .blocks import sample_anchors
 from .cache import FeatureCache, FeatureSequence
-from .chains import ChainBatch, chain_rows, pack_chains
+from .chains import ChainBatch, Steps, chain_rows, pack_chains
 from .config import Batching
 from .eagle_config import ChainLoss
 from .head_loss import HeadLoss, Teacher, make_teacher
@@ -21,17 +22,22 @@ from .measure import round_lengths, summarize
 MEASURED_TOGETHER = 8  # sequences
 
 
-def draw_chains(cache: FeatureCache, weights: np.ndarray, o: Batching, index: int) -> ChainBatch:
-    """Different sequences, drawn by weight, and random chains in each; by (seed, index) alone."""
+def draw_chains(
+    cache: FeatureCache, weights: np.ndarray, o: Batching, index: int, *, decay: float
+) -> ChainBatch:
+    """Different sequences, drawn by weight, and random chains in each; by (seed, index) alone.
+
+    A chain goes on from each step to the next with probability `decay`.
+    """
     rng = np.random.default_rng([o.seed, index])
     chosen = rng.choice(len(cache), min(o.num_sequences, len(cache)), replace=False, p=weights)
     sequences = [cache[int(i)] for i in chosen]
-    rows = [np.sort(sample_anchors(s, o.anchors_per_sequence, rng)) - 1 for s in sequences]
-    return pack_chains(sequences, rows)
+    rows = [sample_anchors(s, o.anchors_per_sequence, rng) - 1 for s in sequences]
+    return pack_chains(sequences, rows, rng.geometric(1.0 - decay, sum(map(len, rows))))
 
 
 def chain_loss(
-    hidden: Tensor,
+    hidden: Seq[Tensor],
     batch: ChainBatch,
     *,
     draft_head: Tensor,
@@ -39,34 +45,34 @@ def chain_loss(
     config: ChainLoss,
     progress: float,
 ) -> tuple[Tensor, dict[str, float]]:
-    """Weighted mean over supervised rows of ce · CE + overlap · L1.
+    """Mean over supervised drafts of ce · CE + overlap · L1.
 
-    hidden [K, R, H] post-norm, draft_head [DV, H] bf16, draft_vocab [DV] int64. Rows whose true
-    token is outside the draft vocabulary are not supervised. Metrics as of `dspark_loss`.
+    hidden: post-norm, per step [alive chains, H]; draft_head [DV, H] bf16, draft_vocab [DV] int64.
+    Drafts whose true token is outside the draft vocabulary are not supervised. Metrics as of
+    `dspark_loss`, `tau` over the chains of full depth.
     """
     only_ce = progress < config.ce_only_fraction
-    label_rows, is_label = batch.labels(len(hidden))
-    label_ids = batch.token_ids[label_rows]
-    reachable = is_label & torch.isin(label_ids, draft_vocab)
-    weights = reachable * config.decay ** torch.arange(len(hidden)).unsqueeze(1)
-    teacher, teacher_rows = label_teacher(batch, label_rows, draft_head, config.teacher_top_k)
+    steps = batch.steps(len(hidden))
+    label_ids = batch.token_ids[steps.label_rows]
+    reachable = steps.is_label & torch.isin(label_ids, draft_vocab)
+    teacher, index = label_teacher(batch, steps.label_rows, draft_head, config.teacher_top_k)
+    states = torch.cat(list(hidden))
     loss, overlaps, best = HeadLoss.apply(  # type: ignore[no-untyped-call]  # torch stub
-        hidden.flatten(0, 1),
-        hidden.new_empty(hidden[..., 0].numel(), 0),
+        states,
+        states.new_empty(len(states), 0),
         draft_head.new_empty(len(draft_head), 0),
         draft_head,
-        teacher.draft_ids[teacher_rows].flatten(0, 1),
-        teacher.probs[teacher_rows].flatten(0, 1),
-        (weights / weights.sum().clamp(min=1e-6)).flatten(),
+        teacher.draft_ids[index],
+        teacher.probs[index],
+        reachable / reachable.sum().clamp(min=1),
         1.0 if only_ce else config.ce,
         0.0 if only_ce else config.overlap,
     )
-    expected = (overlaps.view_as(reachable) * reachable).clamp(0, 1)
-    top1 = draft_vocab[best.view_as(reachable)[0]] == label_ids[0]
-    first = is_label[0]
+    first = steps.is_label[: steps.counts[0]]
+    top1 = (draft_vocab[best] == label_ids)[: steps.counts[0]]
     return loss, {
         "loss": float(loss.detach()),
-        "tau": 1.0 + float(expected.cumprod(0).sum(0)[first].mean()),
+        "tau": _expected_length((overlaps * reachable).clamp(0, 1), steps),
         "top1": float(top1[first].float().mean()),
     }
 
@@ -80,14 +86,27 @@ def label_teacher(
     return make_teacher(batch.last[used], draft_head, top_k), index
 
 
+def _expected_length(overlaps: Tensor, steps: Steps) -> float:
+    """Mean of 1 + Σ_k Π_{i<=k} overlap_i over the chains that take every step; overlaps [M]."""
+    alive = torch.zeros(steps.counts[0])
+    full = steps.chains[len(steps.chains) - steps.counts[-1] :]
+    alive[full], length = 1.0, 1.0
+    for chains, own in zip(
+        torch.split(steps.chains, steps.counts), torch.split(overlaps, steps.counts), strict=True
+    ):
+        alive[chains] *= own
+        length += float(alive[full].mean())
+    return length
+
+
 @torch.no_grad()
 def measure_chains(
-    forward: Callable[[ChainBatch], Tensor],
+    forward: Callable[[ChainBatch], Seq[Tensor]],
     draft_head: Tensor,
     draft_vocab: Tensor,
     cache: FeatureCache,
 ) -> dict[str, float]:
-    """Mean accepted lengths of drafts by `forward` ([K, R, H]); keys as of `measure_dspark`.
+    """Mean accepted lengths of drafts by `forward` (per step [R, H]); keys as of `measure_dspark`.
 
     NOTE: true tokens are fed, not drafts: they are the same up to a chain's first wrong draft.
     """
@@ -96,7 +115,7 @@ def measure_chains(
     for batch, sequences in _all_chains(cache, temperature=0.0):
         hit = _greedy_hits(forward(batch), batch, draft_head, draft_vocab)
         hits.append(hit)
-        own_hits = torch.split(hit.sum(-1), batch.counts)
+        own_hits = torch.split(hit.sum(-1), torch.bincount(batch.sequences).tolist())
         for sequence, own in zip(sequences, own_hits, strict=True):
             rounds[sequence.category] += round_lengths(own.numpy())
     for batch, _ in _all_chains(cache, temperature=1.0):
@@ -115,30 +134,36 @@ def _all_chains(
 
 
 def _greedy_hits(
-    hidden: Tensor, batch: ChainBatch, draft_head: Tensor, draft_vocab: Tensor
+    hidden: Seq[Tensor], batch: ChainBatch, draft_head: Tensor, draft_vocab: Tensor
 ) -> Tensor:
     """[R, K] bool: draft j and all before it equal the recorded tokens."""
-    label_rows, is_label = batch.labels(len(hidden))
-    alive = torch.ones_like(is_label[0])
+    steps = batch.steps(len(hidden))
+    alive = torch.ones(len(batch.rows), dtype=torch.bool)
     hits = []
-    for states, rows, exists in zip(hidden, label_rows, is_label, strict=True):
+    for states, labels, exists in zip(hidden, *_by_step(steps), strict=True):
         reached = (alive & exists).nonzero().squeeze(1)
         best = draft_vocab[(states[reached].to(draft_head.dtype) @ draft_head.T).argmax(-1)]
-        alive = torch.zeros_like(alive).index_put(
-            (reached,), best == batch.token_ids[rows[reached]]
-        )
+        right = best == batch.token_ids[labels[reached]]
+        alive = torch.zeros_like(alive).index_put((reached,), right)
         hits.append(alive)
     return torch.stack(hits, dim=1)
 
 
-def _expected_lengths(hidden: Tensor, batch: ChainBatch, draft_head: Tensor) -> Tensor:
+def _expected_lengths(hidden: Seq[Tensor], batch: ChainBatch, draft_head: Tensor) -> Tensor:
     """[R] fp32 expected accepted length of each chain at T = 1, bonus included."""
-    label_rows, is_label = batch.labels(len(hidden))
-    teacher, index = label_teacher(batch, label_rows, draft_head, top_k=256)
+    steps = batch.steps(len(hidden))
+    teacher, index = label_teacher(batch, steps.label_rows, draft_head, top_k=256)
     length, alive = torch.ones(len(batch.rows)), torch.ones(len(batch.rows))
-    for states, rows, exists in zip(hidden, index, is_label, strict=True):
+    for states, rows, exists in zip(
+        hidden, torch.split(index, steps.counts), _by_step(steps)[1], strict=True
+    ):
         logits = (states.to(draft_head.dtype) @ draft_head.T).float()
         q = (logits.gather(1, teacher.draft_ids[rows]) - logits.logsumexp(-1, keepdim=True)).exp()
         alive = alive * torch.minimum(q, teacher.probs[rows]).sum(-1) * exists
         length += alive
     return length
+
+
+def _by_step(steps: Steps) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
+    """Label rows and whether they exist, of each step."""
+    return torch.split(steps.label_rows, steps.counts), torch.split(steps.is_label, steps.counts)

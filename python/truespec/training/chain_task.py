@@ -59,8 +59,8 @@ class ChainTask(Generic[Model]):
         self.draft_head = data.target.head[data.draft_vocab].to(torch.bfloat16)  # [DV, H]
         self._draw_weights = category_weights(data.train.categories, batching.category_balance)
 
-    def forward(self, batch: ChainBatch) -> Tensor:
-        """Post-norm hidden of every draft step of every chain; [K, R, H]."""
+    def forward(self, batch: ChainBatch) -> list[Tensor]:
+        """Post-norm hidden of every draft: per step [alive chains, H]."""
         raise NotImplementedError
 
     def export(self, path: Path) -> None:
@@ -69,7 +69,13 @@ class ChainTask(Generic[Model]):
 
     def loss(self, batch_index: int, progress: float) -> tuple[Tensor, dict[str, float]]:
         """Loss of one batch, and its metrics."""
-        batch = draw_chains(self.data.train, self._draw_weights, self.batching, batch_index)
+        batch = draw_chains(
+            self.data.train,
+            self._draw_weights,
+            self.batching,
+            batch_index,
+            decay=self.loss_config.decay,
+        )
         return chain_loss(
             self.forward(batch),
             batch,

@@ -1,4 +1,4 @@
-"""Choosing chains of drafts: where they start, which tokens they read and which they predict.
+"""Choosing chains of drafts: where they start, how far they go, what they read and predict.
 
 Draft step j of the chain that starts at row i reads token i + 1 + j and predicts token i + 2 + j;
 step 0 reads the target's features of row i. Sequences are packed one after the other, unpadded.
@@ -6,6 +6,7 @@ step 0 reads the target's features of row i. Sequences are packed one after the 
 
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -15,6 +16,15 @@ from .blocks import all_anchors
 from .cache import FeatureSequence
 
 
+class Steps(NamedTuple):
+    """The drafts of a batch, step after step: M in all."""
+
+    chains: Tensor  # [M] int64 index of each draft's chain
+    counts: list[int]  # drafts of each step
+    label_rows: Tensor  # [M] int64 packed row of the token to predict, clipped to N - 1
+    is_label: Tensor  # [M] bool: that token is one of the chain's own sequence
+
+
 @dataclass(frozen=True, slots=True)
 class ChainBatch:
     """n sequences of N tokens together, with R chains."""
@@ -22,25 +32,33 @@ class ChainBatch:
     token_ids: Tensor  # [N] int64
     taps: Tensor  # [N, m, H] bf16
     last: Tensor  # [N, H] bf16
-    lens: list[int]  # tokens of each sequence
+    lens: Tensor  # [n] int64 tokens of each sequence
     rows: Tensor  # [R] int64 packed row each chain starts at, grouped by sequence
-    counts: list[int]  # chains of each sequence
+    sequences: Tensor  # [R] int64 index of each chain's sequence, ascending
+    depths: Tensor  # [R] int64 draft steps of each chain, at least 1
 
     @property
     def positions(self) -> Tensor:
         """[N] int64 position of each token in its own sequence."""
-        return torch.cat([torch.arange(n) for n in self.lens])
+        firsts = self.lens.cumsum(0) - self.lens
+        return torch.arange(len(self.token_ids)) - firsts.repeat_interleave(self.lens)
 
     def tokens_after(self, rows: Tensor, ahead: int) -> Tensor:
         """Tokens `ahead` places after packed rows; any token past the sequence's end."""
         return self.token_ids[(rows + ahead).clamp(max=len(self.token_ids) - 1)]
 
-    def labels(self, num_steps: int) -> tuple[Tensor, Tensor]:
-        """Packed row of the token that every step predicts, [K, R] int64 clipped to N - 1, and
-        whether it belongs to the chain's own sequence, [K, R] bool."""
-        wanted = self.rows + 2 + torch.arange(num_steps).unsqueeze(1)
-        ends = torch.tensor(self.lens).cumsum(0).repeat_interleave(torch.tensor(self.counts))
-        return wanted.clamp(max=len(self.token_ids) - 1), wanted < ends
+    def alive(self, step: int) -> Tensor:
+        """[.] int64 chains that take this step, ascending."""
+        return (self.depths > step).nonzero().squeeze(1)
+
+    def steps(self, num_steps: int) -> Steps:
+        """All drafts up to a depth."""
+        alive = [self.alive(step) for step in range(num_steps)]
+        wanted = torch.cat([self.rows[own] + 2 + step for step, own in enumerate(alive)])
+        chains = torch.cat(alive)
+        is_label = wanted < self.lens.cumsum(0)[self.sequences[chains]]
+        rows = wanted.clamp(max=len(self.token_ids) - 1)
+        return Steps(chains, [len(own) for own in alive], rows, is_label)
 
 
 def chain_rows(sequence: FeatureSequence) -> np.ndarray:
@@ -48,16 +66,23 @@ def chain_rows(sequence: FeatureSequence) -> np.ndarray:
     return all_anchors(sequence) - 1
 
 
-def pack_chains(sequences: Seq[FeatureSequence], rows: Seq[np.ndarray]) -> ChainBatch:
-    """Pack sequences with the rows chosen in each (positions in the sequence)."""
-    lens = [s.num_tokens for s in sequences]
-    offsets = np.cumsum([0, *lens[:-1]])
-    packed = np.concatenate([own + first for own, first in zip(rows, offsets, strict=True)])
+def pack_chains(
+    sequences: Seq[FeatureSequence], rows: Seq[np.ndarray], depths: np.ndarray | None = None
+) -> ChainBatch:
+    """Pack sequences with the rows chosen in each (positions in the sequence).
+
+    depths: of all chains in order; without them every chain goes as far as a drafter can.
+    """
+    lens = np.array([s.num_tokens for s in sequences])
+    counts = [len(own) for own in rows]
+    packed = np.concatenate(rows) + np.repeat(np.cumsum(lens) - lens, counts)
+    far = np.full(len(packed), np.iinfo(np.int64).max)
     return ChainBatch(
         torch.cat([s.token_ids for s in sequences]).long(),
         torch.cat([s.taps for s in sequences]),
         torch.cat([s.last for s in sequences]),
-        lens,
+        torch.from_numpy(lens),
         torch.from_numpy(packed),
-        [len(own) for own in rows],
+        torch.from_numpy(np.repeat(np.arange(len(rows)), counts)),
+        torch.from_numpy(far if depths is None else depths),
     )

@@ -51,10 +51,14 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return out
 
 
-def causal_spans(batch: ChainBatch, rows: Tensor, counts: Seq[int]) -> list[Span]:
-    """Each row of `rows` (packed, `counts` of them per sequence) sees its sequence up to itself."""
+def causal_spans(batch: ChainBatch, rows: Tensor, sequences: Tensor) -> list[Span]:
+    """Each row of `rows` (packed, grouped by sequence) sees its sequence up to itself.
+
+    sequences: [len(rows)] int64 index of each row's sequence, ascending.
+    """
+    counts = torch.bincount(sequences, minlength=len(batch.lens)).tolist()
     spans, first_row, first_key = [], 0, 0
-    for count, length in zip(counts, batch.lens, strict=True):
+    for count, length in zip(counts, batch.lens.tolist(), strict=True):
         chosen = slice(first_row, first_row + count)
         keys = slice(first_key, first_key + length)
         is_hidden = torch.arange(first_key, first_key + length) > rows[chosen].unsqueeze(1)
@@ -71,7 +75,8 @@ def attend(q: Tensor, keys: KeysValues, own: Seq[KeysValues], spans: Seq[Span]) 
     """
     k, v = keys
     num_rows, num_heads, head_dim = q.shape
-    q = (q * head_dim**-0.5).view(num_rows, k.shape[1], -1, head_dim)  # [R, kv, g, hd]
+    num_groups = k.shape[1]
+    q = (q * head_dim**-0.5).view(num_rows, num_groups, num_heads // num_groups, head_dim)
     own_scores = [(q * own_k.unsqueeze(2)).sum(-1, keepdim=True) for own_k, _ in own]
     parts, own_weights = [], []
     for span in spans:

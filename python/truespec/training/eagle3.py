@@ -30,7 +30,7 @@ def default_eagle3_shape(target: ModelConfig) -> Eagle3Shape:
 class Eagle3Task(ChainTask[Eagle3Model]):
     """What the loop trains."""
 
-    def forward(self, batch: ChainBatch) -> Tensor:
+    def forward(self, batch: ChainBatch) -> list[Tensor]:
         return forward_chains(self.model, batch, self.data.target.embedding)
 
     def export(self, path: Path) -> None:

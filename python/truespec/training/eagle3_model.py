@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .chains import ChainBatch
-from .draft_layer import DraftLayer, attend, causal_spans, make_rope, rms_norm
+from .draft_layer import DraftLayer, KeysValues, attend, causal_spans, make_rope, rms_norm
 from .dspark_model import Dims
 from .eagle_config import Eagle3Shape
 
@@ -35,34 +35,39 @@ class Eagle3Model(nn.Module):
                 nn.init.normal_(module.weight, std=0.02)
 
 
-def forward_chains(model: Eagle3Model, batch: ChainBatch, embedding: Tensor) -> Tensor:
-    """Post-norm hidden of every step of every chain, fed with the true tokens; [K, R, H] bf16.
+def forward_chains(model: Eagle3Model, batch: ChainBatch, embedding: Tensor) -> list[Tensor]:
+    """Post-norm hidden of every draft, fed with the true tokens: per step [alive chains, H] bf16.
 
     Step j > 0 of a chain sees the target's features up to the chain's first row, and its own
     steps 1..j: what a draft sees.
     """
-    layer, eps, rows = model.midlayer, model.dims.eps, batch.rows
+    layer, eps = model.midlayer, model.dims.eps
     cast, positions = layer.cast(), batch.positions
-    rope = make_rope(model.dims, max(batch.lens) + model.shape.num_steps)
+    rope = make_rope(model.dims, int(batch.lens.max()) + model.shape.num_drafts)
 
     def join(token_ids: Tensor, feature: Tensor) -> Tensor:
         embedded = rms_norm(F.embedding(token_ids, embedding), layer.input_layernorm.weight, eps)
         return torch.cat([embedded, rms_norm(feature, layer.hidden_norm.weight, eps)], dim=1)
 
-    feature = F.linear(batch.taps.flatten(1), (model.fc.weight / model.tap_scale).bfloat16())
-    joined = join(batch.tokens_after(torch.arange(len(feature)), 1), feature)
+    features = F.linear(batch.taps.flatten(1), (model.fc.weight / model.tap_scale).bfloat16())
+    joined = join(batch.tokens_after(torch.arange(len(features)), 1), features)
     keys = cast.keys_values(joined, rope, positions)
-    spans, positions = causal_spans(batch, rows, batch.counts), positions[rows]
-    hidden, joined = feature[rows].float(), joined[rows]
-    own, outputs = [], []
-    for step in range(model.shape.num_steps):
+    alive, rows, hidden = torch.arange(len(batch.rows)), batch.rows, features[batch.rows].float()
+    joined = joined[rows]
+    own: list[KeysValues] = []
+    outputs = []
+    for step in range(model.shape.num_drafts):
         if step > 0:
+            kept = (batch.depths[alive] > step).nonzero().squeeze(1)
+            alive, rows, hidden = alive[kept], rows[kept], hidden[kept]
             joined = join(batch.tokens_after(rows, 1 + step), hidden)
-            own.append(cast.keys_values(joined, rope, positions + step))
-        q = cast.queries(joined, rope, positions + step)
+            own = [(k[kept], v[kept]) for k, v in own]
+            own.append(cast.keys_values(joined, rope, positions[rows] + step))
+        q = cast.queries(joined, rope, positions[rows] + step)
+        spans = causal_spans(batch, rows, batch.sequences[alive])
         hidden = cast.finish(hidden, attend(q, keys, own, spans))
         outputs.append(rms_norm(hidden, model.norm.weight, eps))
-    return torch.stack(outputs)
+    return outputs
 
 
 class _MidLayer(DraftLayer):

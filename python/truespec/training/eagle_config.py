@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass
 
+from .config import Batching
+
 
 @dataclass(frozen=True, slots=True)
 class Eagle3Shape:
@@ -9,7 +11,7 @@ class Eagle3Shape:
 
     target_layer_ids: tuple[int, ...] = (1, 14, 27)  # id i is the output of layer i
     num_kv_heads: int = 3
-    num_steps: int = 5  # draft steps that are unrolled, as many as serving takes
+    num_drafts: int = 5  # draft steps that are unrolled, as many as serving takes
     draft_vocab_size: int = 12288
 
 
@@ -21,13 +23,25 @@ class MtpShape:
     num_kv_heads: int = 3
     draft_vocab_size: int = 12288
 
+    @property
+    def target_layer_ids(self) -> tuple[int, ...]:
+        """None: the heads read the target's final hidden state only."""
+        return ()
+
 
 @dataclass(frozen=True, slots=True)
 class ChainLoss:
-    """Loss of draft step j: `decay^j * (ce * CE + overlap * L1)`."""
+    """Loss of a draft: `ce * CE + overlap * L1`, the same for every draft step.
+
+    Later steps count less because fewer chains get there, which saves their cost as well.
+    """
 
     ce: float = 0.1
     overlap: float = 0.9
-    decay: float = 0.8
+    decay: float = 0.75  # share of the chains at step j that go on to step j + 1
     ce_only_fraction: float = 0.3  # of all steps, at the start: CE with weight 1, no L1
     teacher_top_k: int = 64  # entries kept of a target distribution; the rest counts as missed mass
+
+
+EAGLE3_BATCHING = Batching(num_sequences=10, anchors_per_sequence=64)
+MTP_BATCHING = Batching(num_sequences=5, anchors_per_sequence=128)  # heads run on all rows anyway

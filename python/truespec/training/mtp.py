@@ -27,7 +27,7 @@ def default_mtp_shape(target: ModelConfig) -> MtpShape:
 class MtpTask(ChainTask[MtpModel]):
     """What the loop trains."""
 
-    def forward(self, batch: ChainBatch) -> Tensor:
+    def forward(self, batch: ChainBatch) -> list[Tensor]:
         return forward_heads(self.model, batch, self.data.target.embedding)
 
     def export(self, path: Path) -> None:

@@ -27,28 +27,30 @@ class MtpModel(nn.Module):
                 nn.init.normal_(module.weight, std=0.02)
 
 
-def forward_heads(model: MtpModel, batch: ChainBatch, embedding: Tensor) -> Tensor:
-    """Post-norm hidden of every head at the chains' rows, fed with the true tokens; [K, R, H] bf16.
+def forward_heads(model: MtpModel, batch: ChainBatch, embedding: Tensor) -> list[Tensor]:
+    """Post-norm hidden of every draft, fed with the true tokens: per head [alive chains, H] bf16.
 
-    Every head runs on all rows, the last one on the chains' rows alone.
+    Every head runs on all rows, the last one on rows with a draft alone.
     """
     everything = torch.arange(len(batch.token_ids))
-    positions, rope = batch.positions, make_rope(model.dims, max(batch.lens))
-    all_spans = causal_spans(batch, everything, batch.lens)
-    chosen_spans = causal_spans(batch, batch.rows, batch.counts)
+    sequence_of = torch.arange(len(batch.lens)).repeat_interleave(batch.lens)
+    positions, rope = batch.positions, make_rope(model.dims, int(batch.lens.max()))
+    all_spans = causal_spans(batch, everything, sequence_of)
     hidden, outputs = batch.last, []
     for j, head in enumerate(model.heads):
         assert isinstance(head, _Head)
         joined = head.join(hidden, F.embedding(batch.tokens_after(everything, 1 + j), embedding))
         cast, attended = head.cast(), head.norm("input_layernorm", joined)
         keys = cast.keys_values(attended, rope, positions)
+        drafting = batch.rows[batch.alive(j)]
         is_last = j == len(model.heads) - 1
-        rows, spans = (batch.rows, chosen_spans) if is_last else (everything, all_spans)
+        rows = drafting if is_last else everything
+        spans = causal_spans(batch, rows, sequence_of[rows]) if is_last else all_spans
         q = cast.queries(attended[rows], rope, positions[rows])
         out = cast.finish(joined[rows], attend(q, keys, [], spans))
         hidden = rms_norm(out, head.shared_head.norm.weight, model.dims.eps)
-        outputs.append(hidden if is_last else hidden[batch.rows])
-    return torch.stack(outputs)
+        outputs.append(hidden if is_last else hidden[drafting])
+    return outputs
 
 
 class _Head(DraftLayer):
