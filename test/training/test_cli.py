@@ -13,14 +13,24 @@ from truespec.config import EngineConfig
 from truespec.llm import LLM
 from truespec.params import SamplingParams
 from truespec.training.__main__ import main
+from truespec.training.algorithms import ALGORITHMS
 from truespec.training.answers import Answer, append_answers, read_answers, recover_answers
 
 PAGE = Path(__file__).parents[2] / "docs" / "training.md"
 ANSWERS, SPLIT = "--max-tokens 24", "--num-dev 6"
-TRAINING = (
-    "--num-steps 4 --measure-every 2 --num-sequences 2 --anchors-per-sequence 6 "
-    "--markov-rank 4 --num-layers 1"
-)
+LOOP = "--num-steps 4 --measure-every 2 --num-sequences 2 --anchors-per-sequence 6"
+SHAPES = {
+    "dspark": "--markov-rank 4 --num-layers 1",
+    "dflash": "--num-layers 1 --block-size 4",
+    "eagle3": "--num-drafts 3",
+    "mtp": "--num-heads 2",
+}
+SERVED: dict[str, dict[str, object]] = {
+    "dspark": {"speculative_algorithm": "DSPARK"},
+    "dflash": {"speculative_algorithm": "DFLASH"},
+    "eagle3": {"speculative_algorithm": "EAGLE3", "speculative_num_steps": 3},
+    "mtp": {"speculative_algorithm": "NEXTN", "enable_multi_layer_eagle": True},
+}
 TOPICS = ("the sea", "an owl", "rain", "a stone", "fire", "tin", "snow")
 
 
@@ -52,13 +62,13 @@ def commands_of_the_page() -> list[str]:
     return [x.removeprefix(start) for x in PAGE.read_text().splitlines() if x.startswith(start)]
 
 
-def assert_drafts_change_no_token(model: Path, drafter: Path) -> None:
+def assert_drafts_change_no_token(model: Path, drafter: Path, algorithm: str) -> None:
     plain = EngineConfig(model_path=str(model), max_total_tokens=1024)
     drafting = replace(
         plain,
-        speculative_algorithm="DSPARK",
         speculative_draft_model_path=str(drafter),
         speculative_adaptive=False,
+        **SERVED[algorithm],  # type: ignore[arg-type]  # names and types are the table's
     )
     tokens, num_drafts = greedy(drafting)
     assert num_drafts > 0
@@ -72,23 +82,46 @@ def greedy(config: EngineConfig) -> tuple[list[list[int]], int]:
     return [d.token_ids for d in done], sum(d.acceptance.num_drafts for d in done)
 
 
+@pytest.mark.parametrize("algorithm", list(ALGORITHMS))
 def test_one_command_makes_a_drafter_that_the_engine_serves(
-    workplace: Path, capfd: pytest.CaptureFixture[str]
+    algorithm: str, workplace: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    command = f"{commands_of_the_page()[0]} {ANSWERS} {SPLIT} {TRAINING}"
+    page = commands_of_the_page()[0].split()
+    command = " ".join(
+        [algorithm, *page[1:], ANSWERS, SPLIT, LOOP, SHAPES[algorithm]],
+    )
     run(command)
     out = workplace / "drafter"
     answers = read_answers(out / "answers.jsonl.gz")
     assert sorted({a.temperature for a in answers}) == [0.0, 0.6, 1.0]
     assert len(answers) == 3 * 8
     assert "GB in all" in capfd.readouterr().err
-    config = json.loads((out / "export" / "config.json").read_text())
-    assert len(config["confidence_temperatures"]) == config["block_size"] == 5
     assert [json.loads(x)["step"] for x in (out / "history.jsonl").open()] == [2, 4]
-    assert_drafts_change_no_token(workplace / "Qwen3-0.6B", out / "export")
+    assert_card_tells(out, command)
+    assert_drafts_change_no_token(workplace / "Qwen3-0.6B", out / "export", algorithm)
+
+
+def assert_card_tells(out: Path, command: str) -> None:
+    card = (out / "export" / "README.md").read_text()
+    last = json.loads((out / "history.jsonl").read_text().splitlines()[-1])
+    assert f"truespec train {command}\n" in card
+    assert f"| all | {last['dev/greedy']:.2f} |" in card
+    assert f"| qa | {last['dev/greedy/qa']:.2f} |" in card
+    assert f"| 1 | {last['dev/row0']:.2f} |" in card
+    assert "seed 0" in card
+
+
+def test_a_finished_training_is_left_as_it_is(workplace: Path) -> None:
+    command = f"{commands_of_the_page()[0]} {ANSWERS} {SPLIT} {LOOP} {SHAPES['dspark']}"
+    run(command)
+    out = workplace / "drafter"
+    config = json.loads((out / "export" / "config.json").read_text())
+    assert len(config["confidence_temperatures"]) == config["block_size"]
     before = {p: p.stat().st_mtime_ns for p in out.rglob("*") if p.is_file()}
     run(command)
     assert {p: p.stat().st_mtime_ns for p in out.rglob("*") if p.is_file()} == before
+    with pytest.raises(SystemExit, match="holds a training with shape"):
+        run(f"{command} --block-size 3")
     with (workplace / "prompts.jsonl").open("a") as file:
         file.write('{"prompt": "One more."}\n')
     with pytest.raises(SystemExit, match="use another --out"):
@@ -96,13 +129,26 @@ def test_one_command_makes_a_drafter_that_the_engine_serves(
 
 
 def test_the_stages_of_the_page_run_one_by_one(workplace: Path) -> None:
-    small = {"answers": ANSWERS, "collect": SPLIT, "dspark": TRAINING, "calibrate": ""}
+    training = {name: f"{LOOP} {shape}" for name, shape in SHAPES.items()}
+    small = {"answers": ANSWERS, "collect": SPLIT, **training}
     _, *commands = commands_of_the_page()
-    assert [command.split()[0] for command in commands] == list(small)
-    for command in commands:
-        run(f"{command} {small[command.split()[0]]}")
+    stages = [command.split()[0] for command in commands]
+    assert stages == [
+        "answers",
+        "collect",
+        "dspark",
+        "calibrate",
+        "card",
+        "dflash",
+        "eagle3",
+        "mtp",
+    ]
+    for stage, command in zip(stages, commands, strict=True):
+        run(f"{command} {small.get(stage, '')}")
     assert "confidence_temperatures" in (workplace / "run/export/config.json").read_text()
-    assert_drafts_change_no_token(workplace / "Qwen3-0.6B", workplace / "run" / "export")
+    for algorithm, run_dir in (("dspark", "run"), ("dflash", "dflash")):
+        drafter = workplace / run_dir / "export"
+        assert_drafts_change_no_token(workplace / "Qwen3-0.6B", drafter, algorithm)
     with pytest.raises(SystemExit, match="--max-tokens has no effect"):
         run(f"{commands[2]} --max-tokens 9")
 

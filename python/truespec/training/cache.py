@@ -74,6 +74,11 @@ class FeatureCache:
         """Category of every sequence."""
         return [name for shard in self._shards for name in shard.categories]
 
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of all sequences, prompts included."""
+        return sum(int(shard.tensors["cu_seqlens"][-1]) for shard in self._shards)
+
     def __len__(self) -> int:
         return len(self._index)
 

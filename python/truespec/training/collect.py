@@ -44,7 +44,9 @@ def collect_features(
 
 def _run(target: FeatureSource, answer: Answer, layers: Seq[int]) -> FeatureSequence:
     token_ids = answer.prompt_ids + answer.output_ids
-    taps, last = target.features(token_ids, layers)
+    # NOTE: a drafter may read the final hidden state only; the engine always captures a layer.
+    taps, last = target.features(token_ids, layers or [0])
+    taps = taps[:, : len(layers)]
     is_output = torch.arange(len(token_ids)) >= len(answer.prompt_ids)
     return FeatureSequence(
         torch.tensor(token_ids, dtype=torch.int32),

@@ -40,7 +40,7 @@ def open_jobs(llm: LLM, prompts_path: Path, answers_path: Path, options: Answeri
     """Answers that the file does not hold yet, in the order of the prompts, each once.
 
     A file whose end is damaged, because a run was killed while writing, is repaired first. Prompts
-    that cannot be used are reported on stderr and left out.
+    that cannot be used are reported on stderr and left out. Raises ValueError if none is left.
     """
     recorded = recover_answers(answers_path) if answers_path.exists() else []
     done = {_key(answer) for answer in recorded}
@@ -49,6 +49,8 @@ def open_jobs(llm: LLM, prompts_path: Path, answers_path: Path, options: Answeri
         for category, ids in _read_prompts(llm, prompts_path, options.max_tokens)
         for job in _jobs(category, ids, options)
     }
+    if not jobs:
+        raise ValueError(f"{prompts_path} has no prompt that can be used")
     return [job for key, job in jobs.items() if key not in done]
 
 

@@ -5,7 +5,7 @@ Knows which file of which stage goes where; no tensors.
 
 import json
 import os
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from truespec.config import EngineConfig
@@ -14,19 +14,14 @@ from truespec.models.export import export_model
 from truespec.models.loader import open_checkpoint
 from truespec.utils.model_path import resolve_model_path
 
+from .algorithms import ALGORITHMS, TrainingFiles, TrainingOptions
 from .calibrate import calibrate_dspark
+from .card import write_card
 from .collect import collect_features
-from .config import (
-    Answering,
-    Batching,
-    Calibrating,
-    Collecting,
-    DSparkLoss,
-    DSparkShape,
-    LoopConfig,
-)
+from .config import Answering, Calibrating, Collecting
 from .generate import answer_prompts, open_jobs
-from .stages import model_config, report_cache_size, train_dspark
+from .record import check_options, options_of
+from .stages import check_cache_size, model_config, train_drafter
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,52 +45,53 @@ class Layout:
 
     @property
     def export(self) -> Path:
-        """The drafter: where `train_dspark` writes it when run in `root`."""
+        """The drafter: where the training writes it when run in `root`."""
         return self.root / "export"
 
 
 def train_everything(
+    algorithm: str,
     model: str,
     prompts_path: Path,
     layout: Layout,
     *,
     answering: Answering,
     collecting: Collecting,
-    shape: DSparkShape,
-    batching: Batching,
-    loss: DSparkLoss,
-    config: LoopConfig,
+    options: TrainingOptions,
+    init_from: Path | None,
+    command: str,
 ) -> None:
-    """From a model and prompts to a calibrated drafter in `layout.export`.
+    """From a model and prompts to a drafter with its card in `layout.export`.
 
     Every stage picks up what is there. Raises ValueError if the prompts ask for answers that the
-    features already collected do not cover.
+    features already collected do not cover, or if the directory holds another training.
     """
     if 0.0 not in answering.temperatures:
         raise ValueError(f"temperatures are {answering.temperatures}, 0 must be among them")
-    _prepare_data(model, prompts_path, layout, shape, answering, collecting)
-    target_dir = _target_dir(model, layout)
-    train_dspark(
-        layout.answers,
-        target_dir,
-        layout.cache,
-        layout.root,
-        shape=shape,
-        batching=batching,
-        loss=loss,
-        config=config,
+    check_options(layout.root, options_of(algorithm, options, init_from))
+    _prepare_data(model, prompts_path, layout, options, answering, collecting)
+    files = TrainingFiles(
+        layout.answers, _target_dir(model, layout), layout.cache, layout.root, init_from
     )
+    made_with = {
+        "command": command,
+        "model": model,
+        "answering": asdict(answering),
+        "collecting": asdict(collecting),
+    }
+    train_drafter(algorithm, files, options, made_with)
     fields = json.loads((layout.export / "config.json").read_text())
-    if "confidence_temperatures" not in fields:
+    if ALGORITHMS[algorithm].calibrates and "confidence_temperatures" not in fields:
         num_answers = Calibrating().num_answers
-        calibrate_dspark(layout.export, target_dir, layout.cache, num_answers=num_answers)
+        calibrate_dspark(layout.export, files.target, layout.cache, num_answers=num_answers)
+    write_card(layout.root)
 
 
 def _prepare_data(
     model: str,
     prompts_path: Path,
     layout: Layout,
-    shape: DSparkShape,
+    options: TrainingOptions,
     answering: Answering,
     collecting: Collecting,
 ) -> None:
@@ -109,8 +105,8 @@ def _prepare_data(
             "another --out, or remove the cache and state.pt to train anew"
         )
     answer_prompts(llm, jobs, layout.answers, answering)
-    layers, hidden = shape.target_layer_ids, model_config(model).hidden_size
-    report_cache_size(layout.answers, layout.cache, layers, hidden, collecting)
+    layers, hidden = options.shape.target_layer_ids, model_config(model).hidden_size
+    check_cache_size(layout.answers, layout.cache, layers, hidden, collecting)
     collect_features(llm, layout.answers, layout.cache, layers, collecting)
 
 

@@ -1,0 +1,145 @@
+"""DSpark and DFlash trainings from files: their shapes for a target, their first weights."""
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TypeVar
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from truespec.models.config import ModelConfig
+
+from .answers import Answer, count_bigrams, count_tokens, read_answers
+from .cache import FeatureCache
+from .config import Batching, DFlashLoss, DFlashShape, DSparkLoss, DSparkShape
+from .dflash import DFlashModel, DFlashTask
+from .dspark import DSparkTask
+from .dspark_model import DSparkModel, dims_of
+from .export import read_shape
+from .start import (
+    choose_draft_vocab,
+    measure_tap_scale,
+    start_embeddings,
+    start_from_checkpoint,
+    start_markov_head,
+)
+from .target import Target, load_target
+
+BlockShape = TypeVar("BlockShape", bound=DSparkShape | DFlashShape)
+
+
+def default_dspark_shape(target: ModelConfig) -> DSparkShape:
+    """A shape that fits the target."""
+    return _fitting(DSparkShape(), target)
+
+
+def default_dflash_shape(target: ModelConfig) -> DFlashShape:
+    """A shape that fits the target."""
+    return _fitting(DFlashShape(), target)
+
+
+def adopt_shape(shape: BlockShape, checkpoint: Path) -> BlockShape:
+    """The shape that can start from a block drafter's weights; the block stays as long as it is."""
+    theirs = read_shape(checkpoint)
+    return replace(
+        shape,
+        target_layer_ids=theirs.target_layer_ids,
+        num_layers=theirs.num_layers,
+        num_kv_heads=theirs.num_kv_heads,
+        draft_vocab_size=theirs.draft_vocab_size,
+    )
+
+
+def build_dspark_task(
+    answers_path: Path,
+    target_dir: Path,
+    cache_dir: Path,
+    *,
+    shape: DSparkShape,
+    batching: Batching,
+    loss: DSparkLoss,
+    init_from: Path | None = None,
+) -> DSparkTask:
+    """What trains a DSpark drafter on a feature cache.
+
+    answers_path: recorded answers, for the draft vocabulary and the bigram start; target_dir:
+    the target in Hugging Face's layout; init_from: a DSpark checkpoint to go on from.
+    """
+    data = _load(answers_path, target_dir, cache_dir, shape)
+    torch.manual_seed(batching.seed)
+    model = DSparkModel(shape, dims_of(data.target))
+    draft_vocab = _start(model, data, init_from)
+    if init_from is None:
+        start_markov_head(model, draft_vocab, *count_bigrams(data.answers))
+    return DSparkTask(
+        model, data.target, draft_vocab, data.train, data.dev, batching=batching, loss=loss
+    )
+
+
+def build_dflash_task(
+    answers_path: Path,
+    target_dir: Path,
+    cache_dir: Path,
+    *,
+    shape: DFlashShape,
+    batching: Batching,
+    loss: DFlashLoss,
+    init_from: Path | None = None,
+) -> DFlashTask:
+    """What trains a DFlash drafter on a feature cache.
+
+    init_from: a DSpark or DFlash checkpoint whose backbone and draft vocabulary are taken over.
+    """
+    data = _load(answers_path, target_dir, cache_dir, shape)
+    torch.manual_seed(batching.seed)
+    model = DFlashModel(shape, dims_of(data.target))
+    draft_vocab = _start(model, data, init_from)
+    return DFlashTask(
+        model, data.target, draft_vocab, data.train, data.dev, batching=batching, loss=loss
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Data:
+    target: Target
+    train: FeatureCache
+    dev: FeatureCache
+    answers: list[Answer]  # without those to held-out prompts
+
+
+def _fitting(shape: BlockShape, target: ModelConfig) -> BlockShape:
+    """Five layers spread over the target's depth (DFlash's choice), as many KV heads as it has
+    heads, and no more draft ids than it has ids."""
+    first = min(1, target.num_layers - 1)
+    places = np.linspace(first, max(first, target.num_layers - 3), 5)
+    return replace(
+        shape,
+        target_layer_ids=tuple(sorted({round(float(place)) for place in places})),
+        num_kv_heads=target.num_heads,
+        draft_vocab_size=min(shape.draft_vocab_size, target.vocab_size),
+    )
+
+
+def _load(
+    answers_path: Path, target_dir: Path, cache_dir: Path, shape: DSparkShape | DFlashShape
+) -> _Data:
+    target = load_target(target_dir)
+    if shape.draft_vocab_size > target.embedding.shape[0]:
+        raise ValueError(f"{shape.draft_vocab_size} draft ids, the target has fewer")
+    layers = shape.target_layer_ids
+    train, dev = (FeatureCache(cache_dir, split, layers) for split in ("train", "dev"))
+    held_out = {tuple(s.token_ids[: s.answer_start].tolist()) for s in dev}
+    answers = [a for a in read_answers(answers_path) if tuple(a.prompt_ids) not in held_out]
+    return _Data(target, train, dev, answers)
+
+
+def _start(model: DSparkModel, data: _Data, init_from: Path | None) -> Tensor:
+    """First weights of the backbone; returns the draft vocabulary, [DV] int64."""
+    model.tap_scale.copy_(measure_tap_scale(data.train))
+    if init_from is not None:
+        return start_from_checkpoint(model, init_from)
+    counts = count_tokens(data.answers, model.dims.vocab)
+    draft_vocab = choose_draft_vocab(counts, model.shape.draft_vocab_size)
+    start_embeddings(model, data.target, draft_vocab)
+    return draft_vocab
