@@ -282,6 +282,14 @@ def test_prompt_entries_are_raw_and_take_their_own_width() -> None:
     assert logprob_spec([wish]).needs_processed
 
 
+def test_wishes_given_as_lists_are_packed_like_tuples() -> None:
+    as_lists = LogprobParams(modes=["temperature", "raw"], token_ids=[7, 7, 2])  # type: ignore[arg-type]
+    spec = logprob_spec([None, as_lists])
+    assert spec.modes.tolist() == [[-1, -1], [1, 0]]
+    assert spec.asked_ids.tolist() == [7, 7, 2]
+    assert spec.cu_asked.tolist() == [0, 0, 3]
+
+
 def test_modes_come_in_the_order_a_request_asks(kernels: str) -> None:
     logits = [[2.0, 1.0, 0.0]]
     one = _ask(logits, [1], _wish("raw", "temperature"), temperature=0.5).to_host()

@@ -7,12 +7,14 @@ token; its answers depend on its own row and question alone.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from .logprob_output import AnswerParts, LogprobOutput, answer_parts, empty_output, part_ends
 from .rows import flat_fp32, run_row_ranges, use_numba
 from .sampling import MIN_TEMPERATURE, is_kept
 
@@ -20,9 +22,14 @@ RAW, TEMPERATURE, PROCESSED = range(3)  # mode codes; -1 is none
 _REFERENCE_ELEMENTS = 2**20
 _WIDENED_SLOTS = 8  # bf16 and fp16 rows are widened so many at a time
 
+Array = NDArray[np.generic]
 
-@dataclass(frozen=True, slots=True)
-class SlotQuestions:
+_NO_FLOATS: Array = np.empty(0, np.float32)
+_NO_ROWS = (_NO_FLOATS, 0)
+_NO_FILTERS: tuple[Array, ...] = (_NO_FLOATS, _NO_FLOATS, np.empty(0, np.int64))
+
+
+class SlotQuestions(NamedTuple):
     """What is asked of S = bs * D slots, D for each of bs requests.
 
     Attributes:
@@ -40,8 +47,7 @@ class SlotQuestions:
     cu_asked: Tensor
 
 
-@dataclass(frozen=True, slots=True)
-class EditedRows:
+class EditedRows(NamedTuple):
     """Rows of the temperature and processed modes: logits [n, V] and [n] parameters of each row."""
 
     logits: Tensor
@@ -50,48 +56,37 @@ class EditedRows:
     tie_id: Tensor
 
 
-@dataclass(frozen=True, slots=True)
-class SlotAnswers:
-    """Where answers go, filled with -1 (ids), 0 (ranks) and nan (the rest) before the call.
-
-    Attributes:
-        chosen: [M, S] fp32. top_ids: [M, S, K] int32. top_values: [M, S, K] fp32.
-        asked: [M, S, A] fp32. rank: [S] int32. entropy: [S] fp32.
-    """
-
-    chosen: Tensor
-    top_ids: Tensor
-    top_values: Tensor
-    asked: Tensor
-    rank: Tensor
-    entropy: Tensor
-
-
 def answer_slots(
     logits: Tensor,
     vocab_size: int,
     questions: SlotQuestions,
     edited: EditedRows | None,
-    answers: SlotAnswers,
-) -> None:
-    """Fill `answers`. `edited` is needed when a mode other than raw is asked.
+    *,
+    k_max: int,
+    a_max: int,
+) -> LogprobOutput:
+    """Answers to every slot. `edited` is needed when a mode other than raw is asked.
 
-    `logits` [num_rows, >= vocab_size] fp32/bf16/fp16 raw logits, not modified.
+    Args:
+        logits: [num_rows, >= vocab_size] fp32/bf16/fp16 raw logits, not modified.
+        k_max, a_max: most best tokens and asked ids of a request.
     """
     num_slots = questions.token_ids.numel()
-    if edited is None:
-        empty = logits.new_empty(0, dtype=torch.float32)
-        edited = EditedRows(logits[:0], empty, empty, empty.to(torch.int64))
+    shape = (questions.modes.shape[1], *questions.token_ids.shape)
+    output = empty_output(shape, k_max, a_max, logits.device)
     if use_numba(logits.device):
-        step = num_slots
-        if not (_is_direct(logits) and _is_direct(edited.logits)):
-            step = _WIDENED_SLOTS
-        answer = _answer_numba
-    else:
-        step = max(1, _REFERENCE_ELEMENTS // vocab_size)
-        answer = _answer_reference
-    for begin in range(0, num_slots, max(1, step)):
-        answer(logits, vocab_size, questions, edited, answers, begin, min(num_slots, begin + step))
+        is_direct = _is_direct(logits) and (edited is None or _is_direct(edited.logits))
+        step = max(1, num_slots if is_direct else _WIDENED_SLOTS)
+        for begin in range(0, num_slots, step):
+            end = min(num_slots, begin + step)
+            _answer_numba(logits, vocab_size, questions, edited, output, begin, end)
+        return output
+    answers = _cleared_parts(output)
+    step = max(1, _REFERENCE_ELEMENTS // vocab_size)
+    for begin in range(0, num_slots, step):
+        end = min(num_slots, begin + step)
+        _answer_reference(logits, vocab_size, questions, edited, answers, begin, end)
+    return output
 
 
 def _is_direct(logits: Tensor) -> bool:
@@ -103,65 +98,65 @@ def _answer_numba(
     logits: Tensor,
     vocab_size: int,
     questions: SlotQuestions,
-    edited: EditedRows,
-    answers: SlotAnswers,
+    edited: EditedRows | None,
+    output: LogprobOutput,
     begin: int,
     end: int,
 ) -> None:
     from .logprob_numba import logprob_slots
 
-    rows = questions.row_index.reshape(-1)
-    raw_flat, raw_stride, raw_rows = _flat(logits, rows, begin, end)
-    edited_flat, edited_stride, edited_rows = _flat(edited.logits, rows, begin, end)
-    # NOTE: always whole, contiguous arrays: another layout would compile the kernel again.
-    args = (
-        (raw_flat.numpy(), raw_stride),
-        (edited_flat.numpy(), edited_stride),
-        _arrays(questions.token_ids.reshape(-1), raw_rows, edited_rows, rows, questions.num_tokens),
-        questions.token_ids.shape[1],
-        vocab_size,
-    )
-    rest = (
-        _arrays(questions.k, questions.asked_ids, questions.cu_asked, questions.modes),
-        _arrays(edited.temperature, edited.keep_threshold, edited.tie_id),
-        tuple(
-            answer.numpy()
-            for answer in (
-                answers.chosen,
-                answers.top_ids,
-                answers.top_values,
-                answers.asked,
-                answers.rank,
-                answers.entropy,
-            )
-        ),
-    )
+    q = questions
+    tokens, rows, counts = _arrays(q.token_ids, q.row_index, q.num_tokens)
+    ask = _arrays(q.k, q.asked_ids, q.cu_asked, q.modes)
+    raw, raw_rows = _flat(logits, rows, begin, end)
+    second, second_rows, filters = _NO_ROWS, rows, _NO_FILTERS
+    if edited is not None:
+        second, second_rows = _flat(edited.logits, rows, begin, end)
+        filters = _arrays(edited.temperature, edited.keep_threshold, edited.tie_id)
+    slots = (tokens, raw_rows, second_rows, rows, counts)
+    ints = output.buffer.numpy()
+    ends = part_ends(output.shape, output.k_max, output.a_max)
+    out = (ints, ints.view(np.float32), ends, output.k_max, output.a_max)
 
     def run(first: int, last: int) -> None:
-        logprob_slots(*args, begin + first, begin + last, *rest)
+        logprob_slots(
+            raw, second, slots, vocab_size, begin + first, begin + last, ask, filters, out
+        )
 
     run_row_ranges(run, end - begin, vocab_size)
 
 
-def _flat(logits: Tensor, rows: Tensor, begin: int, end: int) -> tuple[Tensor, int, Tensor]:
-    """Flat fp32 logits of slots begin .. end - 1, their row distance, each slot's row in them."""
-    if logits.shape[0] == 0:
-        return torch.empty(0), 0, rows
+def _flat(logits: Tensor, rows: Array, begin: int, end: int) -> tuple[tuple[Array, int], Array]:
+    """Flat fp32 logits of slots begin .. end - 1 with their row distance, each slot's row there."""
     if _is_direct(logits):
-        return *flat_fp32(logits), rows
-    return *flat_fp32(logits[rows[begin:end].clamp_min(0)]), torch.arange(rows.shape[0]) - begin
+        flat, stride = flat_fp32(logits)
+        return (flat.numpy(), stride), rows
+    wanted = torch.from_numpy(rows[begin:end].clip(0))
+    flat, stride = flat_fp32(logits[wanted])
+    return (flat.numpy(), stride), np.arange(-begin, len(rows) - begin)
 
 
-def _arrays(*tensors: Tensor) -> tuple[NDArray[np.generic], ...]:
-    return tuple(tensor.contiguous().numpy() for tensor in tensors)
+def _arrays(*tensors: Tensor) -> tuple[Array, ...]:
+    """Flat and contiguous: another layout would compile the kernel again."""
+    return tuple([tensor.numpy().ravel() for tensor in tensors])
+
+
+def _cleared_parts(output: LogprobOutput) -> AnswerParts[Tensor]:
+    """Fillers everywhere; the parts have one axis for all slots."""
+    floats = output.buffer.view(torch.float32).fill_(torch.nan)
+    lead = (output.shape[0], output.shape[1] * output.shape[2])
+    parts = answer_parts(output.buffer, floats, lead, output.k_max, output.a_max)
+    parts.top_ids.fill_(-1)
+    parts.rank.fill_(0)
+    return parts
 
 
 def _answer_reference(
     logits: Tensor,
     vocab_size: int,
     questions: SlotQuestions,
-    edited: EditedRows,
-    answers: SlotAnswers,
+    edited: EditedRows | None,
+    answers: AnswerParts[Tensor],
     begin: int,
     end: int,
 ) -> None:
@@ -181,7 +176,7 @@ def _answer_reference(
     answers.rank[part] = torch.where(is_asked, 1 + (x > chosen_logit).sum(-1), 0).to(torch.int32)
     answers.entropy[part] = torch.where(is_asked, stats.entropy, torch.nan)
     _write_mode(stats, RAW, ask, answers, part)
-    if edited.logits.shape[0] == 0:
+    if edited is None:
         return
     x = edited.logits[rows, :vocab_size].to(torch.float32)
     temperature = edited.temperature[rows]
@@ -233,7 +228,9 @@ class _Stats:
         return torch.topk(codes, k, dim=-1, largest=False).values & 0xFFFFFFFF
 
 
-def _write_mode(stats: _Stats, mode: int, ask: _Ask, answers: SlotAnswers, part: slice) -> None:
+def _write_mode(
+    stats: _Stats, mode: int, ask: _Ask, answers: AnswerParts[Tensor], part: slice
+) -> None:
     """Write the answers of one mode where a slot asks for it."""
     questions, requests = ask.questions, ask.requests
     is_mode = (questions.modes[requests] == mode) & ask.is_asked[:, None]  # [s, M]

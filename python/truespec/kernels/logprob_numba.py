@@ -34,23 +34,29 @@ _PROCESSED = 2
 
 
 @kernel
-def logprob_slots(raw, edited, slots, width, vocab, begin, end, ask, filters, out):  # type: ignore[no-untyped-def]
+def logprob_slots(raw, edited, slots, vocab, begin, end, ask, filters, out):  # type: ignore[no-untyped-def]
     """Answer slots begin .. end - 1.
 
     Args:
         raw, edited: (flat fp32, distance between rows).
         slots: (token [S], row in `raw`, row in `edited`, row in `filters`, emitted tokens [bs]);
-            slot s is token s % width of request s // width.
-        ask: (k [bs], asked ids, offsets [bs + 1], mode codes [bs, M]).
+            slot s is token s % D of request s // D, D = S / bs.
+        ask: (k [bs], asked ids, offsets [bs + 1], mode codes [bs * M]).
         filters: (temperature, keep threshold, tie id) by row.
-        out: (chosen [M, S], top ids [M, S, K], top values, asked [M, S, A], rank [S],
-            entropy [S]), filled with their fillers.
+        out: (buffer as int32, as fp32, ends of its parts, K, A), see `LogprobOutput`; every place
+            of these slots is written.
     """
+    num_requests = slots[4].shape[0]
+    width = slots[0].shape[0] // num_requests
+    modes = ask[3].reshape(num_requests, ask[3].shape[0] // num_requests)
+    ask = (ask[0], ask[1], ask[2], modes)
+    parts = _parts(out, modes.shape[1], slots[0].shape[0])
     blocks = num_blocks(vocab)
-    k_max = out[1].shape[2]
+    k_max = out[3]
     block_max = np.empty(blocks, np.int32)
     codes = np.empty(2 * k_max + BLOCK, np.int64)
     for s in range(begin, end):
+        _clear(s, parts)
         token = slots[0][s]
         request = s // width
         highest_mode = _highest(ask[3][request])
@@ -59,7 +65,7 @@ def logprob_slots(raw, edited, slots, width, vocab, begin, end, ask, filters, ou
         row = _row(raw, slots[1][s], vocab)
         top_key = block_maxima(row, block_max)
         if top_key != MIN_KEY:
-            _answer_raw(row, block_max, value_of(top_key), s, token, request, ask, out, codes)
+            _answer_raw(row, block_max, value_of(top_key), s, token, request, ask, parts, codes)
         if highest_mode > _RAW:
             row = _row(edited, slots[2][s], vocab)
             top_key = block_maxima(row, block_max)
@@ -67,8 +73,36 @@ def logprob_slots(raw, edited, slots, width, vocab, begin, end, ask, filters, ou
                 r = slots[3][s]
                 limits = (filters[0][r], filters[1][r], filters[2][r])
                 _answer_edited(
-                    row, block_max, value_of(top_key), limits, s, token, request, ask, out, codes
+                    row, block_max, value_of(top_key), limits, s, token, request, ask, parts, codes
                 )
+
+
+@kernel
+def _parts(out, num_modes, num_slots):  # type: ignore[no-untyped-def]
+    """Chosen [M, S], top ids [M, S, K], top values, asked [M, S, A], rank [S], entropy [S]."""
+    ints, floats, ends, k, a = out
+    return (
+        floats[: ends[0]].reshape(num_modes, num_slots),
+        ints[ends[0] : ends[1]].reshape(num_modes, num_slots, k),
+        floats[ends[1] : ends[2]].reshape(num_modes, num_slots, k),
+        floats[ends[2] : ends[3]].reshape(num_modes, num_slots, a),
+        ints[ends[3] : ends[4]],
+        floats[ends[4] :],
+    )
+
+
+@kernel
+def _clear(s, out):  # type: ignore[no-untyped-def]
+    """Fillers: nan, id -1, rank 0."""
+    out[4][s] = 0
+    out[5][s] = _NAN
+    for m in range(out[0].shape[0]):
+        out[0][m, s] = _NAN
+        for j in range(out[1].shape[2]):
+            out[1][m, s, j] = -1
+            out[2][m, s, j] = _NAN
+        for j in range(out[3].shape[2]):
+            out[3][m, s, j] = _NAN
 
 
 @kernel

@@ -56,62 +56,62 @@ def _commit_prompt(req: Req, tables: list[LogprobTable]) -> str | None:
             token_id = req.prompt_ids[position]
             if isnan(table.chosen[0][row][0]):
                 problem = f"the logprob of prompt token {position} is not a number"
-            record = TokenRecord(token_id, "prompt")
-            top_k = wish.prompt_top_k
-            req.prompt_records.append(_with_logprobs(record, table, row, 0, wish, top_k, 1))
+            modes = _modes(table, row, 0, wish, wish.prompt_top_k, 1)
+            rank, entropy = _details(table, row, 0, wish)
+            req.prompt_records.append(
+                TokenRecord(token_id, "prompt", modes=modes, rank=rank, entropy=entropy)
+            )
     return problem
 
 
 def _records(chunk: ReqChunk, output: StepOutput, index: int) -> list[TokenRecord]:
     draft_logprobs = output.draft_logprobs[index]
     first: Origin = "target" if chunk.req.output_ids else "prefill"
+    num_drafts, row = output.num_drafts[index], output.logprob_rows[index]
     wish, table = chunk.req.params.logprobs, output.logprobs
+    modes: tuple[ModeLogprobs, ...] = ()
+    details: tuple[int, float | None] = (0, None)
     records = []
     for place, token_id in enumerate(output.token_ids[index]):
-        accepted = place < len(draft_logprobs)
-        record = TokenRecord(
-            token_id=token_id,
-            origin="draft" if accepted else first,
-            position=place,
-            num_drafts=output.num_drafts[index],
-            draft_logprob=draft_logprobs[place] if accepted else None,
-        )
         if wish is not None and table is not None:
-            row = output.logprob_rows[index]
-            record = _with_logprobs(record, table, row, place, wish, wish.top_k, len(wish.modes))
-        records.append(record)
+            modes = _modes(table, row, place, wish, wish.top_k, len(wish.modes))
+            details = _details(table, row, place, wish)
+        accepted = place < len(draft_logprobs)
+        draft_logprob = draft_logprobs[place] if accepted else None
+        origin = "draft" if accepted else first
+        records.append(
+            TokenRecord(token_id, origin, place, num_drafts, modes, *details, draft_logprob)
+        )
     return records
 
 
-def _with_logprobs(
-    record: TokenRecord,
-    table: LogprobTable,
-    row: int,
-    place: int,
-    wish: LogprobParams,
-    top_k: int,
-    num_modes: int,
-) -> TokenRecord:
-    """The record with what the table knows of its token."""
+def _modes(
+    table: LogprobTable, row: int, place: int, wish: LogprobParams, top_k: int, num_modes: int
+) -> tuple[ModeLogprobs, ...]:
+    """What the table knows of a token in each asked mode."""
+    num_asked = len(wish.token_ids)
     modes = []
     for mode in range(num_modes):
         top_ids = table.top_ids[mode][row][place][:top_k]
         while top_ids and top_ids[-1] < 0:
             top_ids.pop()  # fewer tokens were kept than asked for
-        asked = table.asked[mode][row][place][: len(wish.token_ids)]
         chosen = table.chosen[mode][row][place]
         modes.append(
             ModeLogprobs(
-                logprob=None if isnan(chosen) else chosen,
-                top_ids=top_ids,
-                top_logprobs=table.top_values[mode][row][place][: len(top_ids)],
-                asked=[None if isnan(value) else value for value in asked],
+                None if isnan(chosen) else chosen,
+                top_ids,
+                table.top_values[mode][row][place][: len(top_ids)],
+                [None if isnan(v) else v for v in table.asked[mode][row][place][:num_asked]],
             )
         )
-    if not wish.details:
-        return record._replace(modes=tuple(modes))
-    rank, entropy = table.rank[row][place], table.entropy[row][place]
-    return record._replace(modes=tuple(modes), rank=rank, entropy=entropy)
+    return tuple(modes)
+
+
+def _details(
+    table: LogprobTable, row: int, place: int, wish: LogprobParams
+) -> tuple[int, float | None]:
+    """Rank and entropy of a token, if they are asked."""
+    return (table.rank[row][place], table.entropy[row][place]) if wish.details else (0, None)
 
 
 def _find_end(

@@ -16,7 +16,6 @@ from truespec.kernels.logprob import (
     PROCESSED,
     TEMPERATURE,
     EditedRows,
-    SlotAnswers,
     SlotQuestions,
     answer_slots,
 )
@@ -166,15 +165,6 @@ def _chosen_probs(
 ) -> Tensor:
     """[n] fp64 probability of each token in its row: 0 where filtered or the row has a NaN."""
     num_slots = token_ids.shape[0]
-    nothing = torch.empty((1, num_slots, 0))
-    answers = SlotAnswers(
-        chosen=torch.full((1, num_slots), torch.nan),
-        top_ids=nothing.to(torch.int32),
-        top_values=nothing,
-        asked=nothing,
-        rank=torch.zeros(num_slots, dtype=torch.int32),
-        entropy=torch.zeros(num_slots),
-    )
     questions = SlotQuestions(
         token_ids=token_ids[None],
         row_index=row_index[None],
@@ -184,8 +174,8 @@ def _chosen_probs(
         asked_ids=torch.empty(0, dtype=torch.int64),
         cu_asked=torch.zeros(2, dtype=torch.int32),
     )
-    answer_slots(rows.logits, vocab_size, questions, rows, answers)
-    return answers.chosen[0].to(torch.float64).exp().nan_to_num(nan=0.0)
+    answers = answer_slots(rows.logits, vocab_size, questions, rows, k_max=0, a_max=0)
+    return answers.chosen[0, 0].to(torch.float64).exp().nan_to_num(nan=0.0)
 
 
 def _uniform48(seed: Tensor, position: Tensor, domain: int) -> Tensor:

@@ -8,14 +8,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
+from itertools import accumulate
 from typing import NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from truespec.kernels.logprob import EditedRows, SlotAnswers, SlotQuestions, answer_slots
-from truespec.params import LOGPROB_MODES, LogprobParams
+from truespec.kernels.logprob import EditedRows, SlotQuestions, answer_slots
+from truespec.kernels.logprob_output import LogprobOutput
+from truespec.params import LOGPROB_MODES, LogprobMode, LogprobParams
 
 NO_MODE = -1
 
@@ -42,8 +44,7 @@ class LogprobSpec:
     needs_processed: bool
 
 
-@dataclass(frozen=True, slots=True)
-class ProcessedRows:
+class ProcessedRows(NamedTuple):
     """How rows were sampled: for the temperature and processed modes.
 
     Attributes:
@@ -58,57 +59,6 @@ class ProcessedRows:
     tie_id: Tensor
 
 
-class HostLogprobs(NamedTuple):
-    """A `LogprobOutput` as nested lists: the fields of `batch.LogprobTable` in its order.
-
-    A float is nan where there is none (filtered, or an invalid slot); an id is -1.
-    """
-
-    chosen: list[list[list[float]]]
-    top_ids: list[list[list[list[int]]]]
-    top_values: list[list[list[list[float]]]]
-    asked: list[list[list[list[float]]]]
-    rank: list[list[int]]
-    entropy: list[list[float]]
-
-
-@dataclass(frozen=True, slots=True)
-class LogprobOutput:
-    """Answers, all in one buffer so that they leave the device in one copy.
-
-    Attributes:
-        buffer: [size] int32 behind all others; floats are kept as their bits.
-        chosen: [M, bs, D] fp32 logprob of the emitted token; nan where filtered or invalid.
-        top_ids: [M, bs, D, K] int32 best kept tokens, best first, ties to the lowest id; -1 pads.
-        top_values: [M, bs, D, K] fp32 their logprobs; nan pads.
-        asked: [M, bs, D, A] fp32 of the asked ids in their order; nan where filtered or none.
-        rank: [bs, D] int32, 1 + tokens with a higher raw logit; 0 where nothing is asked.
-        entropy: [bs, D] fp32 of the raw distribution in nats; nan where nothing is asked.
-    """
-
-    buffer: Tensor
-    chosen: Tensor
-    top_ids: Tensor
-    top_values: Tensor
-    asked: Tensor
-    rank: Tensor
-    entropy: Tensor
-
-    def to_host(self) -> HostLogprobs:
-        """Everything as Python lists, after one device-to-host copy."""
-        names = ("chosen", "top_ids", "top_values", "asked", "rank", "entropy")
-        parts = [getattr(self, name) for name in names]
-        host = self.buffer.cpu().numpy()
-        ends = np.cumsum([part.numel() for part in parts])[:-1]
-        lists = [
-            flat.view(np.float32 if part.is_floating_point() else np.int32)
-            .reshape(part.shape)
-            .tolist()
-            for flat, part in zip(np.split(host, ends), parts, strict=True)
-        ]
-        return HostLogprobs(*lists)
-
-
 def logprob_spec(
     params: Sequence[LogprobParams | None],
     *,
@@ -118,22 +68,9 @@ def logprob_spec(
     """Pack the wishes of bs requests; `None` wants nothing. `prompt`: entries of prompt tokens.
 
     Prompt entries are always raw, whatever mode the output has: their sampling never happened.
+    Equal wishes share their tensors, which nobody modifies: most steps ask what the last one did.
     """
-    k = [0 if p is None else (p.prompt_top_k if prompt else p.top_k) for p in params]
-    modes = [_mode_codes(p, prompt) for p in params]
-    asked = [() if p is None else p.token_ids for p in params]
-    num_modes = max((len(m) for m in modes), default=0)
-    counts = torch.tensor([0] + [len(a) for a in asked], dtype=torch.int32, device=device)
-    padded = [m + [NO_MODE] * (num_modes - len(m)) for m in modes]
-    return LogprobSpec(
-        k=torch.tensor(k, dtype=torch.int32, device=device),
-        modes=torch.tensor(padded, dtype=torch.int8, device=device).view(len(params), num_modes),
-        asked_ids=torch.tensor([i for a in asked for i in a], dtype=torch.int64, device=device),
-        cu_asked=counts.cumsum(0, dtype=torch.int32),
-        k_max=max(k, default=0),
-        a_max=max((len(a) for a in asked), default=0),
-        needs_processed=any(code > 0 for m in modes for code in m),
-    )
+    return _spec(tuple([_wish(p, prompt) for p in params]), device)
 
 
 def compute_spec_v2_logprobs(
@@ -160,11 +97,10 @@ def compute_spec_v2_logprobs(
         vocab_size: real vocabulary; columns from there on are padding and are not read.
         processed: needed when `spec.needs_processed`.
     """
-    batch_size, num_slots = verdict_token_ids.shape
+    batch_size = verdict_token_ids.shape[0]
     assert spec.k.shape == (batch_size,), f"{tuple(spec.k.shape)} wishes, {batch_size} requests"
     assert logits.shape[1] >= vocab_size, f"{logits.shape[1]} columns, vocabulary {vocab_size}"
     assert processed is not None or not spec.needs_processed, "processed rows are needed"
-    output = _empty_output(batch_size, num_slots, spec, logits.device)
     questions = SlotQuestions(
         token_ids=verdict_token_ids,
         row_index=row_index,
@@ -179,47 +115,43 @@ def compute_spec_v2_logprobs(
         edited = EditedRows(
             processed.logits, processed.temperature, processed.keep_threshold, processed.tie_id
         )
-    answer_slots(logits, vocab_size, questions, edited, _answers(output))
-    return output
+    return answer_slots(logits, vocab_size, questions, edited, k_max=spec.k_max, a_max=spec.a_max)
 
 
-def _mode_codes(params: LogprobParams | None, prompt: bool) -> list[int]:
+class _Wish(NamedTuple):
+    """What one request wants, hashable whatever sequences it was given as."""
+
+    k: int = 0
+    modes: tuple[LogprobMode, ...] = ()
+    token_ids: tuple[int, ...] = ()
+
+
+def _wish(params: LogprobParams | None, prompt: bool) -> _Wish:
     if params is None:
-        return []
+        return _Wish()
     if prompt:
-        return [LOGPROB_MODES.index("raw")]
-    return [LOGPROB_MODES.index(mode) for mode in params.modes]
+        return _Wish(params.prompt_top_k, ("raw",), tuple(params.token_ids))
+    return _Wish(params.top_k, tuple(params.modes), tuple(params.token_ids))
 
 
-def _empty_output(
-    batch_size: int, width: int, spec: LogprobSpec, device: torch.device
-) -> LogprobOutput:
-    """All fillers: nan, rank 0, id -1."""
-    num_modes, k_max, a_max = spec.modes.shape[1], spec.k_max, spec.a_max
-    slots = batch_size * width
-    values = num_modes * slots
-    sizes = [values, values * k_max, values * k_max, values * a_max, slots, slots]
-    buffer = torch.full((sum(sizes),), torch.nan, device=device)
-    chosen, top_ids, top_values, asked, rank, entropy = buffer.split_with_sizes(sizes)
-    shape = (num_modes, batch_size, width)
-    return LogprobOutput(
-        buffer=buffer.view(torch.int32),
-        chosen=chosen.view(shape),
-        top_ids=top_ids.view(torch.int32).fill_(-1).view(*shape, k_max),
-        top_values=top_values.view(*shape, k_max),
-        asked=asked.view(*shape, a_max),
-        rank=rank.view(torch.int32).fill_(0).view(shape[1:]),
-        entropy=entropy.view(shape[1:]),
-    )
+@lru_cache(maxsize=16)
+def _spec(wishes: tuple[_Wish, ...], device: torch.device | str) -> LogprobSpec:
+    def packed(values: list[int], dtype: torch.dtype) -> Tensor:
+        return torch.tensor(values, dtype=dtype, device=device)
 
-
-def _answers(output: LogprobOutput) -> SlotAnswers:
-    """The output's parts with requests and slots flattened into one axis."""
-    return SlotAnswers(
-        chosen=output.chosen.flatten(1, 2),
-        top_ids=output.top_ids.flatten(1, 2),
-        top_values=output.top_values.flatten(1, 2),
-        asked=output.asked.flatten(1, 2),
-        rank=output.rank.flatten(),
-        entropy=output.entropy.flatten(),
+    num_modes = max((len(wish.modes) for wish in wishes), default=0)
+    modes = [
+        code
+        for wish in wishes
+        for code in [*map(LOGPROB_MODES.index, wish.modes), *[NO_MODE] * num_modes][:num_modes]
+    ]
+    counts = [len(wish.token_ids) for wish in wishes]
+    return LogprobSpec(
+        k=packed([wish.k for wish in wishes], torch.int32),
+        modes=packed(modes, torch.int8).view(len(wishes), num_modes),
+        asked_ids=packed([i for wish in wishes for i in wish.token_ids], torch.int64),
+        cu_asked=packed([0, *accumulate(counts)], torch.int32),
+        k_max=max((wish.k for wish in wishes), default=0),
+        a_max=max(counts, default=0),
+        needs_processed=any(code > 0 for code in modes),
     )
