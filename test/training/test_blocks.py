@@ -3,9 +3,9 @@ import torch
 import torch.nn.functional as F
 from tiny_drafter import SHAPE, make_sequence
 
+from truespec.training.block_task import batch_teacher
 from truespec.training.blocks import BlockBatch, all_anchors, category_weights, make_batch
 from truespec.training.cache import FeatureCache, FeatureSequence
-from truespec.training.dspark import _batch_teacher
 from truespec.training.dspark_model import DSparkModel, forward_blocks
 from truespec.training.measure import draft_greedily, round_lengths
 from truespec.training.target import Target
@@ -33,7 +33,7 @@ def test_teacher_of_a_row_is_the_hidden_one_before_its_label(
     target: Target, cache: FeatureCache
 ) -> None:
     batch = make_batch([cache[0], cache[2]], [np.array([5, 9]), np.array([7])], block_size=4)
-    teacher, rows = _batch_teacher(batch, target.head, top_k=3)
+    teacher, rows = batch_teacher(batch, target.head, top_k=3)
     best = teacher.draft_ids[rows, 0].view_as(batch.is_label)
     assert torch.equal(best[batch.is_label], batch.label_ids[batch.is_label])
 

@@ -8,7 +8,7 @@ from tiny_drafter import SHAPE, make_sequence
 from truespec.training.blocks import all_anchors, make_batch
 from truespec.training.calibrate import calibration_error, fit_head, fit_temperatures
 from truespec.training.dspark_model import DSparkModel, forward_blocks
-from truespec.training.export import export_dspark, read_dspark
+from truespec.training.export import export_block, read_dspark
 from truespec.training.measure import draft_greedily
 from truespec.training.target import Target
 
@@ -35,7 +35,7 @@ def test_a_checkpoint_read_back_drafts_the_same(
     vocab = torch.arange(3, 3 + SHAPE.draft_vocab_size)
     for parameter in model.parameters():
         parameter.data = parameter.data.bfloat16().float()
-    export_dspark(model, target, vocab, tmp_path / "out")
+    export_block(model, target, vocab, tmp_path / "out")
     again, vocab_again = read_dspark(tmp_path / "out", target)
     assert torch.equal(vocab_again, vocab)
     assert again.shape == model.shape

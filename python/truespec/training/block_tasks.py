@@ -13,9 +13,9 @@ from truespec.models.config import ModelConfig
 from .answers import Answer, count_bigrams, count_tokens, read_answers
 from .cache import FeatureCache
 from .config import Batching, DFlashLoss, DFlashShape, DSparkLoss, DSparkShape
-from .dflash import DFlashModel, DFlashTask
+from .dflash import DFlashTask
 from .dspark import DSparkTask
-from .dspark_model import DSparkModel, dims_of
+from .dspark_model import BlockModel, DSparkModel, dims_of
 from .export import read_shape
 from .start import (
     choose_draft_vocab,
@@ -93,7 +93,7 @@ def build_dflash_task(
     """
     data = _load(answers_path, target_dir, cache_dir, shape)
     torch.manual_seed(batching.seed)
-    model = DFlashModel(shape, dims_of(data.target))
+    model = BlockModel(shape, dims_of(data.target))
     draft_vocab = _start(model, data, init_from)
     return DFlashTask(
         model, data.target, draft_vocab, data.train, data.dev, batching=batching, loss=loss
@@ -134,7 +134,7 @@ def _load(
     return _Data(target, train, dev, answers)
 
 
-def _start(model: DSparkModel, data: _Data, init_from: Path | None) -> Tensor:
+def _start(model: BlockModel, data: _Data, init_from: Path | None) -> Tensor:
     """First weights of the backbone; returns the draft vocabulary, [DV] int64."""
     model.tap_scale.copy_(measure_tap_scale(data.train))
     if init_from is not None:

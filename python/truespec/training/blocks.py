@@ -27,7 +27,8 @@ class BlockBatch:
     @property
     def label_positions(self) -> Tensor:
         """[B, A, G] int64 position of the token each row predicts, clipped to S - 1."""
-        rows = self.anchors.unsqueeze(-1) + 1 + torch.arange(self.is_label.shape[-1])
+        ahead = torch.arange(self.is_label.shape[-1], device=self.anchors.device)
+        rows = self.anchors.unsqueeze(-1) + 1 + ahead
         return rows.clamp(max=self.token_ids.shape[1] - 1)
 
     @property
@@ -38,6 +39,11 @@ class BlockBatch:
     def previous_ids(self) -> Tensor:
         """[B, A, G] int64 token before each label: the true input of the Markov head."""
         return self._take(self.label_positions - 1)
+
+    def to(self, device: torch.device) -> "BlockBatch":
+        """The same batch on a device."""
+        parts = (self.token_ids, self.taps, self.last, self.anchors, self.is_label)
+        return BlockBatch(*(part.to(device) for part in parts))
 
     def _take(self, positions: Tensor) -> Tensor:
         return self.token_ids.gather(1, positions.flatten(1)).view_as(positions)

@@ -18,7 +18,7 @@ from torch import Tensor
 from .blocks import all_anchors, make_batch
 from .cache import FeatureCache
 from .dspark_model import DSparkModel, forward_blocks
-from .export import export_dspark, read_dspark
+from .export import export_block, read_dspark
 from .measure import draft_greedily
 from .target import Target, load_target
 
@@ -38,7 +38,7 @@ def calibrate_dspark(
     layers = model.shape.target_layer_ids
     train, dev = (FeatureCache(cache_dir, split, layers) for split in ("train", "dev"))
     fit_head(model, *draft_blocks(model, target, draft_vocab, train, num_answers))
-    export_dspark(model, target, draft_vocab, checkpoint)
+    export_block(model, target, draft_vocab, checkpoint)
     inputs, accepted = draft_blocks(model, target, draft_vocab, dev, len(dev))
     with torch.no_grad():
         logits = model.confidence_head.proj(inputs).squeeze(-1).numpy()

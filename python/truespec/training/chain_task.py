@@ -110,9 +110,3 @@ def layer_fields(target: Target, num_kv_heads: int) -> dict[str, object]:
         "attention_bias": False,
         "mlp_bias": False,
     }
-
-
-def stored_tensors(parameters: dict[str, Tensor], draft_vocab: Tensor) -> dict[str, Tensor]:
-    """bf16 copies, and `d2t` [DV] int64 (target id - draft id)."""
-    tensors = {name: t.detach().to(torch.bfloat16) for name, t in parameters.items()}
-    return tensors | {"d2t": draft_vocab - torch.arange(len(draft_vocab))}

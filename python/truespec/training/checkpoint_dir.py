@@ -6,6 +6,7 @@ import shutil
 from collections.abc import Mapping
 from pathlib import Path
 
+import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -22,3 +23,10 @@ def write_checkpoint(path: Path, tensors: dict[str, Tensor], config: Mapping[str
         os.rename(path, old)
     os.rename(partial, path)
     shutil.rmtree(old, ignore_errors=True)
+
+
+def stored_tensors(parameters: Mapping[str, Tensor], draft_vocab: Tensor) -> dict[str, Tensor]:
+    """bf16 copies in host memory, and `d2t` [DV] int64 (target id - draft id)."""
+    tensors = {name: t.detach().to("cpu", torch.bfloat16) for name, t in parameters.items()}
+    draft_vocab = draft_vocab.cpu()
+    return tensors | {"d2t": draft_vocab - torch.arange(len(draft_vocab))}

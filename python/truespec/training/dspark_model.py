@@ -1,4 +1,4 @@
-"""The DSpark drafter as a plain torch module, for training only.
+"""DSpark and DFlash drafters as plain torch modules, for training only.
 
 Serving runs the same checkpoint on the engine's kernels.
 Shapes: B sequences of S context tokens, A blocks per sequence, G = block size rows, m taps.
@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .blocks import BlockBatch
-from .config import DSparkShape
+from .config import DFlashShape, DSparkShape
 from .target import Target
 
 Rope = tuple[Tensor, Tensor]  # cos and sin [..., 1, hd], broadcast over heads
@@ -19,7 +19,7 @@ Rope = tuple[Tensor, Tensor]  # cos and sin [..., 1, hd], broadcast over heads
 
 @dataclass(frozen=True, slots=True)
 class Dims:
-    """Numbers that a DSpark drafter copies from its target."""
+    """Numbers that a drafter copies from its target."""
 
     hidden: int
     intermediate: int
@@ -43,8 +43,8 @@ def dims_of(target: Target) -> Dims:
     )
 
 
-class DSparkModel(nn.Module):
-    """Backbone, Markov head and confidence head; parameter names are those of the checkpoint.
+class BlockModel(nn.Module):
+    """What block drafters share, and all of DFlash; parameter names are those of the checkpoint.
 
     `tap_scale` [m * H] is a fixed preconditioner: `fc` acts on taps divided by it. Exporting folds
     it into `fc`.
@@ -52,7 +52,7 @@ class DSparkModel(nn.Module):
 
     tap_scale: Tensor
 
-    def __init__(self, shape: DSparkShape, dims: Dims) -> None:
+    def __init__(self, shape: DSparkShape | DFlashShape, dims: Dims) -> None:
         super().__init__()
         num_taps = len(shape.target_layer_ids)
         self.shape, self.dims = shape, dims
@@ -62,13 +62,17 @@ class DSparkModel(nn.Module):
             _Layer(dims, shape.num_kv_heads) for _ in range(shape.num_layers)
         )
         self.norm = RMSNorm(dims.hidden, dims.eps)
-        self.markov_head = _MarkovHead(dims.vocab, shape.draft_vocab_size, shape.markov_rank)
-        self.confidence_head = _ConfidenceHead(dims.hidden + shape.markov_rank)
         self.mask_embedding = nn.Parameter(torch.zeros(dims.hidden))
         self.register_buffer("tap_scale", torch.ones(num_taps * dims.hidden))
-        for module in self.modules():
-            if isinstance(module, nn.Linear | nn.Embedding):
-                nn.init.normal_(module.weight, std=0.02)
+        _randomize(self)
+
+    def markov_rows(self, previous: Tensor) -> Tensor:
+        """[..., r] by which the tokens before the drafts bias their logits; DFlash has r = 0."""
+        return torch.zeros(*previous.shape, 0, device=previous.device)
+
+    def markov_weight(self) -> Tensor:
+        """[DV, r]: the bias is `markov_weight · markov_rows`."""
+        return torch.zeros(self.shape.draft_vocab_size, 0, device=self.fc.weight.device)
 
     def forward(self, taps: Tensor, anchors: Tensor, anchor_embeds: Tensor) -> Tensor:
         """Post-norm hidden of every block row.
@@ -100,12 +104,30 @@ class DSparkModel(nn.Module):
         return angles.cos(), angles.sin()
 
 
-def forward_blocks(model: DSparkModel, batch: BlockBatch, embedding: Tensor) -> Tensor:
+class DSparkModel(BlockModel):
+    """With a Markov head and a confidence head."""
+
+    def __init__(self, shape: DSparkShape, dims: Dims) -> None:
+        super().__init__(shape, dims)
+        self.markov_head = _MarkovHead(dims.vocab, shape.draft_vocab_size, shape.markov_rank)
+        self.confidence_head = _ConfidenceHead(dims.hidden + shape.markov_rank)
+        _randomize(self.markov_head)
+        _randomize(self.confidence_head)
+
+    def markov_rows(self, previous: Tensor) -> Tensor:
+        rows: Tensor = self.markov_head.markov_w1(previous)
+        return rows
+
+    def markov_weight(self) -> Tensor:
+        return self.markov_head.markov_w2.weight
+
+
+def forward_blocks(model: BlockModel, batch: BlockBatch, embedding: Tensor) -> Tensor:
     """Post-norm hidden of all block rows; [B, A, G, H]."""
     anchor_embeds = F.embedding(batch.token_ids.gather(1, batch.anchors), embedding)
     # NOTE: autocast's cache of cast weights is shared by all threads and emptied by each: with it,
     # the order in which gradients are added, and so their rounding, depends on timing.
-    with torch.autocast("cpu", torch.bfloat16, cache_enabled=False):
+    with torch.autocast(batch.taps.device.type, torch.bfloat16, cache_enabled=False):
         hidden: Tensor = model(batch.taps, batch.anchors, anchor_embeds)
     return hidden
 
@@ -190,7 +212,8 @@ class _Attention(nn.Module):
         return mixed
 
     def _heads(self, x: Tensor) -> Tensor:
-        return x.unflatten(-1, (-1, self.head_dim))
+        heads: Tensor = x.unflatten(-1, (-1, self.head_dim))
+        return heads
 
     def _repeat(self, x: Tensor) -> Tensor:
         """KV heads [..., kv, hd] -> query heads [..., h, hd]."""
@@ -207,6 +230,12 @@ class _Mlp(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         out: Tensor = self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
         return out
+
+
+def _randomize(module: nn.Module) -> None:
+    for part in module.modules():
+        if isinstance(part, nn.Linear | nn.Embedding):
+            nn.init.normal_(part.weight, std=0.02)
 
 
 def _rotate(x: Tensor, rope: Rope) -> Tensor:

@@ -7,9 +7,9 @@ from torch import Tensor
 
 from truespec.models.config import ModelConfig
 
-from .chain_task import ChainTask, layer_fields, load_chain_data, stored_tensors
+from .chain_task import ChainTask, layer_fields, load_chain_data
 from .chains import ChainBatch
-from .checkpoint_dir import write_checkpoint
+from .checkpoint_dir import stored_tensors, write_checkpoint
 from .config import Batching
 from .dspark_model import dims_of
 from .eagle3_model import Eagle3Model, forward_chains

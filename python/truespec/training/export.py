@@ -4,16 +4,15 @@ DFlash is DSpark with a Markov rank of 0 and without confidences, as DeepSpec ha
 """
 
 import json
-import os
-import shutil
 from pathlib import Path
 
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor
 
+from .checkpoint_dir import stored_tensors, write_checkpoint
 from .config import DSparkShape
-from .dspark_model import DSparkModel, dims_of
+from .dspark_model import BlockModel, DSparkModel, dims_of
 from .target import Target
 
 COPIED = (
@@ -29,19 +28,11 @@ COPIED = (
 )
 
 
-def export_dspark(model: DSparkModel, target: Target, draft_vocab: Tensor, path: Path) -> None:
+def export_block(model: BlockModel, target: Target, draft_vocab: Tensor, path: Path) -> None:
     """Write `config.json` and `model.safetensors`; an older export at `path` is replaced whole."""
-    partial, old = path.with_name(path.name + ".partial"), path.with_name(path.name + ".old")
-    for leftover in (partial, old):
-        shutil.rmtree(leftover, ignore_errors=True)
-    partial.mkdir(parents=True)
-    save_file(checkpoint_tensors(model, draft_vocab), partial / "model.safetensors")
-    config = json.dumps(checkpoint_config(model, target), indent=2)
-    (partial / "config.json").write_text(config + "\n")
-    if path.exists():
-        os.rename(path, old)
-    os.rename(partial, path)
-    shutil.rmtree(old, ignore_errors=True)
+    tensors: dict[str, Tensor] = dict(model.named_parameters())
+    tensors["fc.weight"] = tensors["fc.weight"] / model.tap_scale
+    write_checkpoint(path, stored_tensors(tensors, draft_vocab), checkpoint_config(model, target))
 
 
 @torch.no_grad()
@@ -73,19 +64,9 @@ def read_tensors(path: Path) -> tuple[dict[str, Tensor], Tensor]:
     return tensors, offsets + torch.arange(len(offsets))
 
 
-@torch.no_grad()
-def checkpoint_tensors(model: DSparkModel, draft_vocab: Tensor) -> dict[str, Tensor]:
-    """Tensors by checkpoint name: parameters in bf16, `d2t` [DV] int64 (target id - draft id)."""
-    tensors: dict[str, Tensor] = dict(model.named_parameters())
-    tensors["fc.weight"] = tensors["fc.weight"] / model.tap_scale
-    out = {name: t.to(torch.bfloat16).contiguous() for name, t in tensors.items()}
-    out["d2t"] = draft_vocab - torch.arange(len(draft_vocab))
-    return out
-
-
-def checkpoint_config(model: DSparkModel, target: Target) -> dict[str, object]:
+def checkpoint_config(model: BlockModel, target: Target) -> dict[str, object]:
     """The config.json of the checkpoint."""
-    shape, dims = model.shape, model.dims
+    shape, dims, rank = model.shape, model.dims, model.markov_weight().shape[1]
     return {name: target.config[name] for name in COPIED if name in target.config} | {
         "architectures": ["LlamaDSparkModel"],
         "model_type": "llama",
@@ -102,8 +83,8 @@ def checkpoint_config(model: DSparkModel, target: Target) -> dict[str, object]:
         "layer_types": ["full_attention"] * shape.num_layers,
         "draft_vocab_size": shape.draft_vocab_size,
         "sample_from_anchor": True,
-        "markov_rank": shape.markov_rank,
+        "markov_rank": rank,
         "markov_head_type": "vanilla",
-        "enable_confidence_head": shape.markov_rank > 0,
-        "confidence_head_with_markov": shape.markov_rank > 0,
+        "enable_confidence_head": rank > 0,
+        "confidence_head_with_markov": rank > 0,
     }

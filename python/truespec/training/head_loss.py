@@ -26,7 +26,7 @@ def make_teacher(hidden: Tensor, head: Tensor, top_k: int) -> Teacher:
     hidden [P, H] post-norm target hidden, head [DV, H] the target's rows of the draft vocabulary.
     """
     ids, probs = [], []
-    buffer = torch.empty(CHUNK, head.shape[0])
+    buffer = torch.empty(CHUNK, head.shape[0], device=head.device)
     for rows in torch.split(hidden, CHUNK):
         logits = buffer[: rows.shape[0]].copy_(rows.to(head.dtype) @ head.T)
         top = logits.topk(min(top_k, head.shape[0]), dim=-1)
@@ -61,12 +61,12 @@ class HeadLoss(torch.autograd.Function):
         full = torch.cat([head, markov_w2.to(head.dtype)], dim=1)
         inputs = torch.cat([hidden.to(head.dtype), markov.to(head.dtype)], dim=1)
         grad_inputs = torch.empty_like(inputs)
-        grad_w2 = torch.zeros(markov_w2.shape, dtype=torch.float32)
-        loss = torch.zeros(())
+        grad_w2 = torch.zeros_like(markov_w2, dtype=torch.float32)
+        loss = torch.zeros((), device=head.device)
         overlaps, best = torch.empty_like(weights), torch.empty_like(draft_ids[:, 0])
         width = head.shape[1]
         # NOTE: one buffer for all chunks. Fresh memory costs more than the arithmetic on it.
-        buffer = torch.empty(CHUNK, head.shape[0])
+        buffer = torch.empty(CHUNK, head.shape[0], device=head.device)
         for start in range(0, inputs.shape[0], CHUNK):
             rows = slice(start, start + CHUNK)
             product = inputs[rows] @ full.T

@@ -8,13 +8,13 @@ from torch import Tensor
 
 from .blocks import BlockBatch, all_anchors, make_batch
 from .cache import FeatureCache
-from .dspark_model import DSparkModel, forward_blocks
+from .dspark_model import BlockModel, forward_blocks
 from .head_loss import make_teacher
 
 
 @torch.no_grad()
-def measure_dspark(
-    model: DSparkModel,
+def measure_blocks(
+    model: BlockModel,
     embedding: Tensor,
     draft_head: Tensor,
     draft_vocab: Tensor,
@@ -34,31 +34,30 @@ def measure_dspark(
         anchors = all_anchors(sequence)
         if len(anchors) == 0:
             continue
-        batch = make_batch([sequence], [anchors], model.shape.block_size)
+        batch = make_batch([sequence], [anchors], model.shape.block_size).to(embedding.device)
         hidden = forward_blocks(model, batch, embedding)[0]
         if sequence.temperature == 0.0:
             hit, _ = draft_greedily(model, batch, hidden, draft_head, draft_vocab)
-            hits.append(hit)
-            rounds[sequence.category] += round_lengths(hit.sum(-1).numpy())
+            hits.append(hit.cpu())
+            rounds[sequence.category] += round_lengths(hit.sum(-1).cpu().numpy())
         elif sequence.temperature == 1.0:
-            probs.append(_expected_lengths(model, batch, hidden, draft_head))
+            probs.append(_expected_lengths(model, batch, hidden, draft_head).cpu())
     return summarize(rounds, hits, probs)
 
 
 def draft_greedily(
-    model: DSparkModel, batch: BlockBatch, hidden: Tensor, draft_head: Tensor, draft_vocab: Tensor
+    model: BlockModel, batch: BlockBatch, hidden: Tensor, draft_head: Tensor, draft_vocab: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Draft from every anchor of one sequence, the Markov head fed by its own drafts.
 
     hidden [A, G, H] -> hits [A, G] bool: draft i and all before it equal the recorded tokens;
     inputs of the confidence head [A, G, H + r] fp32.
     """
-    w2 = model.markov_head.markov_w2.weight.to(draft_head.dtype)
-    full = torch.cat([draft_head, w2], dim=1)
+    full = torch.cat([draft_head, model.markov_weight().to(draft_head.dtype)], dim=1)
     previous = batch.previous_ids[0, :, 0]
     alive, hits, inputs = torch.ones_like(previous, dtype=torch.bool), [], []
     for i in range(hidden.shape[1]):
-        markov = model.markov_head.markov_w1(previous)
+        markov = model.markov_rows(previous)
         inputs.append(torch.cat([hidden[:, i], markov], dim=1).float())
         logits = inputs[-1].to(full.dtype) @ full.T
         previous = draft_vocab[logits.argmax(-1)]
@@ -78,16 +77,15 @@ def round_lengths(accepted: np.ndarray) -> list[int]:
 
 
 def _expected_lengths(
-    model: DSparkModel, batch: BlockBatch, hidden: Tensor, draft_head: Tensor
+    model: BlockModel, batch: BlockBatch, hidden: Tensor, draft_head: Tensor
 ) -> Tensor:
     """[A] fp32 expected accepted length of each anchor of one sequence, true previous tokens."""
-    w2 = model.markov_head.markov_w2.weight.to(draft_head.dtype)
-    full = torch.cat([draft_head, w2], dim=1)
+    full = torch.cat([draft_head, model.markov_weight().to(draft_head.dtype)], dim=1)
     teacher = make_teacher(batch.last[0], draft_head, top_k=256)
-    length = torch.ones(hidden.shape[0])
-    alive = torch.ones(hidden.shape[0])
+    length = torch.ones(hidden.shape[0], device=hidden.device)
+    alive = torch.ones_like(length)
     for i in range(hidden.shape[1]):
-        markov = model.markov_head.markov_w1(batch.previous_ids[0, :, i])
+        markov = model.markov_rows(batch.previous_ids[0, :, i])
         logits = (torch.cat([hidden[:, i], markov], dim=1).to(full.dtype) @ full.T).float()
         source = batch.label_positions[0, :, i] - 1
         ids = teacher.draft_ids[source]

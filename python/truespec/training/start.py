@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from .cache import FeatureCache
-from .dspark_model import DSparkModel
+from .dspark_model import BlockModel, DSparkModel
 from .export import read_shape, read_tensors
 from .target import Target
 
@@ -33,7 +33,7 @@ def start_markov_head(
     model: DSparkModel, draft_vocab: Tensor, pairs: np.ndarray, counts: np.ndarray
 ) -> None:
     """W1, W2 := truncated SVD of log p(next | previous) - log p(next), smoothed, unseen pairs 0."""
-    vocab, rank = model.dims.vocab, model.shape.markov_rank
+    vocab, rank = model.dims.vocab, model.markov_weight().shape[1]
     to_draft = torch.full((vocab,), -1)
     to_draft[draft_vocab] = torch.arange(len(draft_vocab))
     previous, following = torch.from_numpy(pairs).T
@@ -53,7 +53,7 @@ def start_markov_head(
 
 
 @torch.no_grad()
-def start_embeddings(model: DSparkModel, target: Target, draft_vocab: Tensor) -> None:
+def start_embeddings(model: BlockModel, target: Target, draft_vocab: Tensor) -> None:
     """Mask embedding := mean of the draft vocabulary's; final norm := a part of the target's."""
     model.mask_embedding.copy_(target.embedding[draft_vocab].float().mean(0))
     # NOTE: the backbone starts quiet, so that the first logits are those of the bigrams.
@@ -61,7 +61,7 @@ def start_embeddings(model: DSparkModel, target: Target, draft_vocab: Tensor) ->
 
 
 @torch.no_grad()
-def start_from_checkpoint(model: DSparkModel, path: Path) -> Tensor:
+def start_from_checkpoint(model: BlockModel, path: Path) -> Tensor:
     """Every parameter := the checkpoint's; returns its draft vocabulary, [DV] int64.
 
     Heads that the model lacks are left out. Raises ValueError if the checkpoint has another shape;
