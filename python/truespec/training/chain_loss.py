@@ -88,7 +88,7 @@ def label_teacher(
 
 def _expected_length(overlaps: Tensor, steps: Steps) -> float:
     """Mean of 1 + Σ_k Π_{i<=k} overlap_i over the chains that take every step; overlaps [M]."""
-    alive = torch.zeros(steps.counts[0])
+    alive = torch.zeros(steps.counts[0], device=overlaps.device)
     full = steps.chains[len(steps.chains) - steps.counts[-1] :]
     alive[full], length = 1.0, 1.0
     for chains, own in zip(
@@ -112,25 +112,25 @@ def measure_chains(
     """
     rounds: dict[str, list[int]] = defaultdict(list)
     hits, probs = [], []
-    for batch, sequences in _all_chains(cache, temperature=0.0):
-        hit = _greedy_hits(forward(batch), batch, draft_head, draft_vocab)
+    for batch, sequences in _all_chains(cache, 0.0, draft_head.device):
+        hit = _greedy_hits(forward(batch), batch, draft_head, draft_vocab).cpu()
         hits.append(hit)
         own_hits = torch.split(hit.sum(-1), torch.bincount(batch.sequences).tolist())
         for sequence, own in zip(sequences, own_hits, strict=True):
             rounds[sequence.category] += round_lengths(own.numpy())
-    for batch, _ in _all_chains(cache, temperature=1.0):
-        probs.append(_expected_lengths(forward(batch), batch, draft_head))
+    for batch, _ in _all_chains(cache, 1.0, draft_head.device):
+        probs.append(_expected_lengths(forward(batch), batch, draft_head).cpu())
     return summarize(rounds, hits, probs)
 
 
 def _all_chains(
-    cache: FeatureCache, temperature: float
+    cache: FeatureCache, temperature: float, device: torch.device
 ) -> Iterator[tuple[ChainBatch, list[FeatureSequence]]]:
     """Every chain of the answers at a temperature, a few sequences at a time."""
     usable = [s for s in cache if s.temperature == temperature and len(chain_rows(s)) > 0]
     for start in range(0, len(usable), MEASURED_TOGETHER):
         group = usable[start : start + MEASURED_TOGETHER]
-        yield pack_chains(group, [chain_rows(s) for s in group]), group
+        yield pack_chains(group, [chain_rows(s) for s in group]).to(device), group
 
 
 def _greedy_hits(
@@ -138,7 +138,7 @@ def _greedy_hits(
 ) -> Tensor:
     """[R, K] bool: draft j and all before it equal the recorded tokens."""
     steps = batch.steps(len(hidden))
-    alive = torch.ones(len(batch.rows), dtype=torch.bool)
+    alive = torch.ones_like(batch.rows, dtype=torch.bool)
     hits = []
     for states, labels, exists in zip(hidden, *_by_step(steps), strict=True):
         reached = (alive & exists).nonzero().squeeze(1)
@@ -153,7 +153,8 @@ def _expected_lengths(hidden: Seq[Tensor], batch: ChainBatch, draft_head: Tensor
     """[R] fp32 expected accepted length of each chain at T = 1, bonus included."""
     steps = batch.steps(len(hidden))
     teacher, index = label_teacher(batch, steps.label_rows, draft_head, top_k=256)
-    length, alive = torch.ones(len(batch.rows)), torch.ones(len(batch.rows))
+    length = torch.ones_like(batch.rows, dtype=torch.float32)
+    alive = torch.ones_like(length)
     for states, rows, exists in zip(
         hidden, torch.split(index, steps.counts), _by_step(steps)[1], strict=True
     ):

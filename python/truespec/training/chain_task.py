@@ -56,8 +56,17 @@ class ChainTask(Generic[Model]):
     ) -> None:
         self.model, self.data = model, data
         self.batching, self.loss_config = batching, loss
+        self.device = torch.device("cpu")
+        self.embedding, self.draft_vocab = data.target.embedding, data.draft_vocab
         self.draft_head = data.target.head[data.draft_vocab].to(torch.bfloat16)  # [DV, H]
         self._draw_weights = category_weights(data.train.categories, batching.category_balance)
+
+    def to(self, device: torch.device) -> None:
+        """Compute on a device from now on."""
+        self.device = device
+        self.model.to(device)
+        self.embedding, self.draft_head = self.embedding.to(device), self.draft_head.to(device)
+        self.draft_vocab = self.draft_vocab.to(device)
 
     def forward(self, batch: ChainBatch) -> list[Tensor]:
         """Post-norm hidden of every draft: per step [alive chains, H]."""
@@ -75,19 +84,19 @@ class ChainTask(Generic[Model]):
             self.batching,
             batch_index,
             decay=self.loss_config.decay,
-        )
+        ).to(self.device)
         return chain_loss(
             self.forward(batch),
             batch,
             draft_head=self.draft_head,
-            draft_vocab=self.data.draft_vocab,
+            draft_vocab=self.draft_vocab,
             config=self.loss_config,
             progress=progress,
         )
 
     def measure(self) -> dict[str, float]:
         """Figures on the held-out sequences."""
-        return measure_chains(self.forward, self.draft_head, self.data.draft_vocab, self.data.dev)
+        return measure_chains(self.forward, self.draft_head, self.draft_vocab, self.data.dev)
 
 
 def layer_fields(target: Target, num_kv_heads: int) -> dict[str, object]:

@@ -5,7 +5,7 @@ step 0 reads the target's features of row i. Sequences are packed one after the 
 """
 
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import NamedTuple
 
 import numpy as np
@@ -41,7 +41,12 @@ class ChainBatch:
     def positions(self) -> Tensor:
         """[N] int64 position of each token in its own sequence."""
         firsts = self.lens.cumsum(0) - self.lens
-        return torch.arange(len(self.token_ids)) - firsts.repeat_interleave(self.lens)
+        places = torch.arange(len(self.token_ids), device=firsts.device)
+        return places - firsts.repeat_interleave(self.lens)
+
+    def to(self, device: torch.device) -> "ChainBatch":
+        """The same batch on a device."""
+        return ChainBatch(*(getattr(self, field.name).to(device) for field in fields(self)))
 
     def tokens_after(self, rows: Tensor, ahead: int) -> Tensor:
         """Tokens `ahead` places after packed rows; any token past the sequence's end."""

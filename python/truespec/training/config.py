@@ -87,6 +87,7 @@ class LoopConfig:
 
     num_steps: int = 1200
     num_threads: int = 2  # batches per step, each computed by one thread
+    device: str = "cpu"  # or cuda, where one batch is computed after the other
     learning_rate: float = 2e-3
     muon_min_dim: int = 128  # matrices with no side below it are trained by Muon, the rest by AdamW
     warmup_fraction: float = 0.04
@@ -96,6 +97,11 @@ class LoopConfig:
     average_decay: float = 0.998  # of the weight average that is measured and exported
     measure_every: int = 100  # steps
     save_every_s: float = 180.0
+
+    @property
+    def num_workers(self) -> int:
+        """Threads that compute batches at a time."""
+        return self.num_threads if self.device == "cpu" else 1
 
 
 @dataclass(frozen=True, slots=True)

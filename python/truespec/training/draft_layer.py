@@ -39,9 +39,10 @@ class Rope:
         return out
 
 
-def make_rope(dims: Dims, num_positions: int) -> Rope:
-    exponents = torch.arange(0, dims.head_dim, 2).float() / dims.head_dim
-    angles = torch.arange(num_positions).float().unsqueeze(1) / dims.rope_theta**exponents
+def make_rope(dims: Dims, num_positions: int, device: torch.device) -> Rope:
+    exponents = torch.arange(0, dims.head_dim, 2, device=device).float() / dims.head_dim
+    positions = torch.arange(num_positions, device=device).float()
+    angles = positions.unsqueeze(1) / dims.rope_theta**exponents
     return Rope(angles.cos().unsqueeze(1), angles.sin().unsqueeze(1))
 
 
@@ -61,7 +62,8 @@ def causal_spans(batch: ChainBatch, rows: Tensor, sequences: Tensor) -> list[Spa
     for count, length in zip(counts, batch.lens.tolist(), strict=True):
         chosen = slice(first_row, first_row + count)
         keys = slice(first_key, first_key + length)
-        is_hidden = torch.arange(first_key, first_key + length) > rows[chosen].unsqueeze(1)
+        places = torch.arange(first_key, first_key + length, device=rows.device)
+        is_hidden = places > rows[chosen].unsqueeze(1)
         spans.append(Span(chosen, keys, is_hidden))
         first_row, first_key = first_row + count, first_key + length
     return spans

@@ -31,7 +31,7 @@ class Eagle3Task(ChainTask[Eagle3Model]):
     """What the loop trains."""
 
     def forward(self, batch: ChainBatch) -> list[Tensor]:
-        return forward_chains(self.model, batch, self.data.target.embedding)
+        return forward_chains(self.model, batch, self.embedding)
 
     def export(self, path: Path) -> None:
         target, shape = self.data.target, self.model.shape

@@ -43,16 +43,18 @@ def forward_chains(model: Eagle3Model, batch: ChainBatch, embedding: Tensor) -> 
     """
     layer, eps = model.midlayer, model.dims.eps
     cast, positions = layer.cast(), batch.positions
-    rope = make_rope(model.dims, int(batch.lens.max()) + model.shape.num_drafts)
+    device, num_positions = positions.device, int(batch.lens.max()) + model.shape.num_drafts
+    rope = make_rope(model.dims, num_positions, device)
 
     def join(token_ids: Tensor, feature: Tensor) -> Tensor:
         embedded = rms_norm(F.embedding(token_ids, embedding), layer.input_layernorm.weight, eps)
         return torch.cat([embedded, rms_norm(feature, layer.hidden_norm.weight, eps)], dim=1)
 
     features = F.linear(batch.taps.flatten(1), (model.fc.weight / model.tap_scale).bfloat16())
-    joined = join(batch.tokens_after(torch.arange(len(features)), 1), features)
+    joined = join(batch.tokens_after(torch.arange(len(features), device=device), 1), features)
     keys = cast.keys_values(joined, rope, positions)
-    alive, rows, hidden = torch.arange(len(batch.rows)), batch.rows, features[batch.rows].float()
+    alive, rows = torch.arange(len(batch.rows), device=device), batch.rows
+    hidden = features[rows].float()
     joined = joined[rows]
     own: list[KeysValues] = []
     outputs = []

@@ -31,6 +31,10 @@ class Task(Protocol[Model]):
         """Loss of one batch and its metrics; progress in [0, 1). Called from several threads."""
         ...
 
+    def to(self, device: torch.device) -> None:
+        """Compute on a device from now on."""
+        ...
+
     def measure(self) -> dict[str, float]:
         """Held-out figures of `model`; `greedy` decides which weights are best."""
         ...
@@ -54,8 +58,10 @@ def train(task: Task[Model], run_dir: Path, config: LoopConfig) -> RunState[Mode
     """Train to `num_steps`, resuming from `run_dir/state.pt` if it exists.
 
     Writes state.pt (weights, optimiser, step), history.jsonl (one line per measurement), curves.png
-    and export/ (averaged weights with the best held-out `greedy`).
+    and export/ (averaged weights with the best held-out `greedy`). Raises ValueError if there is no
+    such device.
     """
+    task.to(_device(config))
     run_dir.mkdir(parents=True, exist_ok=True)
     torch.set_num_threads(1)
     state = start_state(task, config)
@@ -94,7 +100,7 @@ def train_step(task: Task[Model], state: RunState[Model], config: LoopConfig) ->
     norm = float(nn.utils.clip_grad_norm_(task.model.parameters(), config.grad_clip))
     if not math.isfinite(norm):
         raise FloatingPointError(f"gradient norm is {norm} at step {state.step}")
-    with ThreadPoolExecutor(config.num_threads) as pool:
+    with ThreadPoolExecutor(config.num_workers) as pool:
         list(pool.map(lambda optimizer: optimizer.step(), state.optimizers))
     state.step += 1
     _update_average(state, task.model, config.average_decay)
@@ -128,7 +134,7 @@ def save_state(task: Task[Model], state: RunState[Model], path: Path) -> None:
 
 def load_state(task: Task[Model], state: RunState[Model], path: Path) -> None:
     """Restore what `save_state` wrote into the task's model and `state`."""
-    saved = torch.load(path, weights_only=True)
+    saved = torch.load(path, weights_only=True, map_location="cpu")
     task.model.load_state_dict(saved["model"])
     state.average.load_state_dict(saved["average"])
     for optimizer, values in zip(state.optimizers, saved["optimizers"], strict=True):
@@ -155,6 +161,14 @@ def plot_history(run_dir: Path) -> None:
     figure.tight_layout()
     figure.savefig(run_dir / "curves.png", dpi=110)
     pyplot.close(figure)
+
+
+def _device(config: LoopConfig) -> torch.device:
+    if config.device not in ("cpu", "cuda"):
+        raise ValueError(f"the device is {config.device}, expected cpu or cuda")
+    if config.device == "cuda" and not torch.cuda.is_available():
+        raise ValueError("the device is cuda, but torch finds none here")
+    return torch.device(config.device)
 
 
 def _make_optimizers(model: nn.Module, config: LoopConfig) -> list[torch.optim.Optimizer]:
@@ -196,7 +210,7 @@ def _compute_gradients(task: Task[Model], step: int, config: LoopConfig) -> dict
         loss, metrics = task.loss(step * config.num_threads + index, step / config.num_steps)
         return torch.autograd.grad(loss, parameters), metrics
 
-    with ThreadPoolExecutor(config.num_threads) as pool:
+    with ThreadPoolExecutor(config.num_workers) as pool:
         parts = list(pool.map(part, range(config.num_threads)))
     for parameter, *grads in zip(parameters, *(grads for grads, _ in parts), strict=True):
         parameter.grad = torch.stack(grads).mean(0)

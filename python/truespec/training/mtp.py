@@ -28,7 +28,7 @@ class MtpTask(ChainTask[MtpModel]):
     """What the loop trains."""
 
     def forward(self, batch: ChainBatch) -> list[Tensor]:
-        return forward_heads(self.model, batch, self.data.target.embedding)
+        return forward_heads(self.model, batch, self.embedding)
 
     def export(self, path: Path) -> None:
         target, shape = self.data.target, self.model.shape

@@ -32,9 +32,10 @@ def forward_heads(model: MtpModel, batch: ChainBatch, embedding: Tensor) -> list
 
     Every head runs on all rows, the last one on rows with a draft alone.
     """
-    everything = torch.arange(len(batch.token_ids))
-    sequence_of = torch.arange(len(batch.lens)).repeat_interleave(batch.lens)
-    positions, rope = batch.positions, make_rope(model.dims, int(batch.lens.max()))
+    device, positions = batch.lens.device, batch.positions
+    everything = torch.arange(len(positions), device=device)
+    sequence_of = torch.arange(len(batch.lens), device=device).repeat_interleave(batch.lens)
+    rope = make_rope(model.dims, int(batch.lens.max()), device)
     all_spans = causal_spans(batch, everything, sequence_of)
     hidden, outputs = batch.last, []
     for j, head in enumerate(model.heads):
