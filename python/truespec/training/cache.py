@@ -26,6 +26,8 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from .disk import naming_a_full_disk
+
 
 @dataclass(frozen=True, slots=True)
 class FeatureSequence:
@@ -117,7 +119,8 @@ def write_shard(path: Path, sequences: Seq[FeatureSequence], layers: Seq[int]) -
     categories = [s.category for s in sequences]
     metadata = {"layers": json.dumps(list(layers)), "categories": json.dumps(categories)}
     partial = path.with_name(path.name + ".partial")
-    save_file(tensors, partial, metadata=metadata)
+    with naming_a_full_disk(partial):
+        save_file(tensors, partial, metadata=metadata)
     os.replace(partial, path)
 
 

@@ -10,6 +10,8 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from .disk import naming_a_full_disk
+
 
 def write_checkpoint(path: Path, tensors: dict[str, Tensor], config: Mapping[str, object]) -> None:
     """Write `config.json` and `model.safetensors`; an older checkpoint at `path` is replaced."""
@@ -17,7 +19,8 @@ def write_checkpoint(path: Path, tensors: dict[str, Tensor], config: Mapping[str
     for leftover in (partial, old):
         shutil.rmtree(leftover, ignore_errors=True)
     partial.mkdir(parents=True)
-    save_file(tensors, partial / "model.safetensors")
+    with naming_a_full_disk(partial):
+        save_file(tensors, partial / "model.safetensors")
     (partial / "config.json").write_text(json.dumps(dict(config), indent=2) + "\n")
     if path.exists():
         os.rename(path, old)

@@ -18,6 +18,8 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from torch import Tensor, nn
 
 from .config import LoopConfig
+from .curves import plot_history
+from .disk import naming_a_full_disk
 
 Model = TypeVar("Model", bound=nn.Module)
 
@@ -119,16 +121,15 @@ def learning_rate(step: int, config: LoopConfig) -> float:
 def save_state(task: Task[Model], state: RunState[Model], path: Path) -> None:
     """Write weights, averages, optimiser and step; the old file stays until the new is complete."""
     partial = path.with_name(path.name + ".partial")
-    torch.save(
-        {
-            "model": task.model.state_dict(),
-            "average": state.average.state_dict(),
-            "optimizers": [optimizer.state_dict() for optimizer in state.optimizers],
-            "step": state.step,
-            "best": state.best,
-        },
-        partial,
-    )
+    saved = {
+        "model": task.model.state_dict(),
+        "average": state.average.state_dict(),
+        "optimizers": [optimizer.state_dict() for optimizer in state.optimizers],
+        "step": state.step,
+        "best": state.best,
+    }
+    with naming_a_full_disk(partial):
+        torch.save(saved, partial)
     os.replace(partial, path)
 
 
@@ -140,27 +141,6 @@ def load_state(task: Task[Model], state: RunState[Model], path: Path) -> None:
     for optimizer, values in zip(state.optimizers, saved["optimizers"], strict=True):
         optimizer.load_state_dict(values)
     state.step, state.best = saved["step"], saved["best"]
-
-
-def plot_history(run_dir: Path) -> None:
-    """Draw curves.png from history.jsonl: training loss, and accepted lengths over steps."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    lines = [json.loads(x) for x in (run_dir / "history.jsonl").read_text().splitlines()]
-    steps = [line["step"] for line in lines]
-    figure, (left, right) = pyplot.subplots(1, 2, figsize=(10, 4))
-    left.plot(steps, [line["train/loss"] for line in lines])
-    left.set(xlabel="step", ylabel="loss")
-    for name in ("dev/greedy", "dev/prob", "train/tau"):
-        right.plot(steps, [line.get(name) for line in lines], label=name)
-    right.set(xlabel="step", ylabel="accepted length, bonus included")
-    right.legend()
-    figure.tight_layout()
-    figure.savefig(run_dir / "curves.png", dpi=110)
-    pyplot.close(figure)
 
 
 def _device(config: LoopConfig) -> torch.device:
