@@ -7,6 +7,7 @@ from torch import Tensor
 
 from truespec.models.config import ModelConfig
 
+from .chain_start import start_midlayer
 from .chain_task import ChainTask, layer_fields, load_chain_data
 from .chains import ChainBatch
 from .checkpoint_dir import stored_tensors, write_checkpoint
@@ -69,7 +70,5 @@ def build_eagle3_task(
     torch.manual_seed(batching.seed)
     model = Eagle3Model(shape, dims_of(data.target))
     model.tap_scale.copy_(measure_tap_scale(data.train))
-    with torch.no_grad():
-        # NOTE: the drafter starts quiet: nearly uniform logits cost less than wrong ones.
-        model.norm.weight.copy_(0.15 * data.target.norm.float())
+    start_midlayer(model, data.target, data.train)
     return Eagle3Task(model, data, batching=batching, loss=loss)

@@ -22,11 +22,8 @@ class MtpShape:
     num_heads: int = 3  # head j drafts token j + 1 after the root
     num_kv_heads: int = 3
     draft_vocab_size: int = 12288
-
-    @property
-    def target_layer_ids(self) -> tuple[int, ...]:
-        """None: the heads read the target's final hidden state only."""
-        return ()
+    # They read the target's final hidden state; the layer behind this one gives their first values.
+    target_layer_ids: tuple[int, ...] = (27,)
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,6 +7,8 @@ from torch import Tensor
 
 from truespec.models.config import ModelConfig
 
+from .cache import FeatureCache
+from .chain_start import start_heads
 from .chain_task import ChainTask, layer_fields, load_chain_data
 from .chains import ChainBatch
 from .checkpoint_dir import stored_tensors, write_checkpoint
@@ -21,6 +23,7 @@ def default_mtp_shape(target: ModelConfig) -> MtpShape:
     return MtpShape(
         num_kv_heads=target.num_kv_heads,
         draft_vocab_size=min(MtpShape().draft_vocab_size, target.vocab_size),
+        target_layer_ids=(max(target.num_layers - 3, 0),),
     )
 
 
@@ -55,14 +58,11 @@ def build_mtp_task(
     batching: Batching,
     loss: ChainLoss,
 ) -> MtpTask:
-    """What trains MTP heads on a feature cache, of which they read the final hidden states."""
+    """What trains MTP heads on a feature cache with the layers `target_layer_ids`."""
     data = load_chain_data(
         answers_path, target_dir, cache_dir, layers=(), size=shape.draft_vocab_size
     )
     torch.manual_seed(batching.seed)
     model = MtpModel(shape, dims_of(data.target))
-    with torch.no_grad():
-        for head in model.heads:
-            # NOTE: the heads start quiet: nearly uniform logits cost less than wrong ones.
-            head.get_parameter("shared_head.norm.weight").copy_(0.15 * data.target.norm.float())
+    start_heads(model, data.target, FeatureCache(cache_dir, "train", shape.target_layer_ids))
     return MtpTask(model, data, batching=batching, loss=loss)
