@@ -1,11 +1,12 @@
 from collections.abc import Callable
 from pathlib import Path
+from typing import ParamSpec, TypeVar
 
 import pytest
 import torch
 from tiny_drafter import SHAPE
 
-from truespec.training import loop
+from truespec.training import block_task, chain_task, loop
 from truespec.training.cache import FeatureCache
 from truespec.training.chain_task import ChainData
 from truespec.training.config import Batching, DFlashLoss, DFlashShape, DSparkLoss, LoopConfig
@@ -19,6 +20,7 @@ from truespec.training.mtp import MtpTask
 from truespec.training.mtp_model import MtpModel
 from truespec.training.target import Target
 
+P, Batch = ParamSpec("P"), TypeVar("Batch")
 BATCHING = Batching(num_sequences=2, anchors_per_sequence=6)
 VOCAB_IDS = torch.arange(SHAPE.draft_vocab_size)
 
@@ -95,3 +97,31 @@ def test_a_device_that_is_not_there_is_refused(
     with pytest.raises(ValueError, match=text):
         loop.train(dflash(target, cache), tmp_path / "run", LoopConfig(device=device))
     assert not (tmp_path / "run").exists()
+
+
+def on_cpu(make: Callable[P, Batch]) -> Callable[P, Batch]:
+    """Batches are made on the CPU and then moved."""
+
+    def made(*args: P.args, **kwargs: P.kwargs) -> Batch:
+        with torch.device("cpu"):
+            return make(*args, **kwargs)
+
+    return made
+
+
+@pytest.mark.parametrize("make", [dspark, dflash, eagle3, mtp])
+def test_every_tensor_of_a_loss_is_made_on_the_device_of_its_batch(
+    make: Callable[[Target, FeatureCache], DSparkTask | DFlashTask | Eagle3Task | MtpTask],
+    target: Target,
+    cache: FeatureCache,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """What names no device is made on `meta` here, and does not mix with the batch."""
+    for module, name in ((block_task, "make_batch"), (chain_task, "draw_chains")):
+        monkeypatch.setattr(module, name, on_cpu(getattr(module, name)))
+    task = make(target, cache)
+    with torch.device("meta"):
+        loss, metrics = task.loss(0, 0.9)
+        grads = torch.autograd.grad(loss, list(task.model.parameters()))
+    assert all(grad.device.type == "cpu" for grad in grads)
+    assert metrics == task.loss(0, 0.9)[1]

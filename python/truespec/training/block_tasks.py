@@ -1,6 +1,6 @@
 """DSpark and DFlash trainings from files: their shapes for a target, their first weights."""
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TypeVar
 
@@ -10,21 +10,19 @@ from torch import Tensor
 
 from truespec.models.config import ModelConfig
 
-from .answers import Answer, count_bigrams, count_tokens, read_answers
-from .cache import FeatureCache
+from .answers import count_bigrams
 from .config import Batching, DFlashLoss, DFlashShape, DSparkLoss, DSparkShape
+from .data import TrainingData, load_data
 from .dflash import DFlashTask
 from .dspark import DSparkTask
 from .dspark_model import BlockModel, DSparkModel, dims_of
 from .export import read_shape
 from .start import (
-    choose_draft_vocab,
     measure_tap_scale,
     start_embeddings,
     start_from_checkpoint,
     start_markov_head,
 )
-from .target import Target, load_target
 
 BlockShape = TypeVar("BlockShape", bound=DSparkShape | DFlashShape)
 
@@ -66,7 +64,7 @@ def build_dspark_task(
     answers_path: recorded answers, for the draft vocabulary and the bigram start; target_dir:
     the target in Hugging Face's layout; init_from: a DSpark checkpoint to go on from.
     """
-    data = _load(answers_path, target_dir, cache_dir, shape)
+    data = load_data(answers_path, target_dir, cache_dir, shape.target_layer_ids)
     torch.manual_seed(batching.seed)
     model = DSparkModel(shape, dims_of(data.target))
     draft_vocab = _start(model, data, init_from)
@@ -91,21 +89,13 @@ def build_dflash_task(
 
     init_from: a DSpark or DFlash checkpoint whose backbone and draft vocabulary are taken over.
     """
-    data = _load(answers_path, target_dir, cache_dir, shape)
+    data = load_data(answers_path, target_dir, cache_dir, shape.target_layer_ids)
     torch.manual_seed(batching.seed)
     model = BlockModel(shape, dims_of(data.target))
     draft_vocab = _start(model, data, init_from)
     return DFlashTask(
         model, data.target, draft_vocab, data.train, data.dev, batching=batching, loss=loss
     )
-
-
-@dataclass(frozen=True, slots=True)
-class _Data:
-    target: Target
-    train: FeatureCache
-    dev: FeatureCache
-    answers: list[Answer]  # without those to held-out prompts
 
 
 def _fitting(shape: BlockShape, target: ModelConfig) -> BlockShape:
@@ -121,25 +111,11 @@ def _fitting(shape: BlockShape, target: ModelConfig) -> BlockShape:
     )
 
 
-def _load(
-    answers_path: Path, target_dir: Path, cache_dir: Path, shape: DSparkShape | DFlashShape
-) -> _Data:
-    target = load_target(target_dir)
-    if shape.draft_vocab_size > target.embedding.shape[0]:
-        raise ValueError(f"{shape.draft_vocab_size} draft ids, the target has fewer")
-    layers = shape.target_layer_ids
-    train, dev = (FeatureCache(cache_dir, split, layers) for split in ("train", "dev"))
-    held_out = {tuple(s.token_ids[: s.answer_start].tolist()) for s in dev}
-    answers = [a for a in read_answers(answers_path) if tuple(a.prompt_ids) not in held_out]
-    return _Data(target, train, dev, answers)
-
-
-def _start(model: BlockModel, data: _Data, init_from: Path | None) -> Tensor:
+def _start(model: BlockModel, data: TrainingData, init_from: Path | None) -> Tensor:
     """First weights of the backbone; returns the draft vocabulary, [DV] int64."""
     model.tap_scale.copy_(measure_tap_scale(data.train))
     if init_from is not None:
         return start_from_checkpoint(model, init_from)
-    counts = count_tokens(data.answers, model.dims.vocab)
-    draft_vocab = choose_draft_vocab(counts, model.shape.draft_vocab_size)
+    draft_vocab = data.draft_vocab(model.shape.draft_vocab_size)
     start_embeddings(model, data.target, draft_vocab)
     return draft_vocab

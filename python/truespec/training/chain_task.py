@@ -7,15 +7,14 @@ from typing import Generic, TypeVar
 import torch
 from torch import Tensor, nn
 
-from .answers import count_tokens, read_answers
 from .blocks import category_weights
 from .cache import FeatureCache
 from .chain_loss import chain_loss, draw_chains, measure_chains
 from .chains import ChainBatch
 from .config import Batching
+from .data import load_data
 from .eagle_config import ChainLoss
-from .start import choose_draft_vocab
-from .target import Target, load_target
+from .target import Target
 
 Model = TypeVar("Model", bound=nn.Module)
 
@@ -37,15 +36,8 @@ def load_chain_data(
 
     Raises ValueError if the target has fewer ids.
     """
-    target = load_target(target_dir)
-    vocab_size = target.embedding.shape[0]
-    if size > vocab_size:
-        raise ValueError(f"{size} draft ids, the target has {vocab_size}")
-    train, dev = (FeatureCache(cache_dir, split, layers) for split in ("train", "dev"))
-    held_out = {tuple(s.token_ids[: s.answer_start].tolist()) for s in dev}
-    answers = [a for a in read_answers(answers_path) if tuple(a.prompt_ids) not in held_out]
-    draft_vocab = choose_draft_vocab(count_tokens(answers, vocab_size), size)
-    return ChainData(target, draft_vocab, train, dev)
+    data = load_data(answers_path, target_dir, cache_dir, layers)
+    return ChainData(data.target, data.draft_vocab(size), data.train, data.dev)
 
 
 class ChainTask(Generic[Model]):
