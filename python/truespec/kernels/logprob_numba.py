@@ -122,7 +122,7 @@ def _row(rows, index, vocab):  # type: ignore[no-untyped-def]
 
 @kernel
 def _answer_raw(row, block_max, top, s, token, request, ask, out, codes):  # type: ignore[no-untyped-def]
-    total, weighted = exp_sums(row, block_max, top, _ONE, None, None)
+    total, weighted = exp_sums(row, block_max, top, None, None, None)
     log_total = log_sum(total)
     out[4][s] = 1 + count_above(row, block_max, key_of(row[token]))
     out[5][s] = log_total - weighted / total

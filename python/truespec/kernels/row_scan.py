@@ -100,9 +100,9 @@ def count_above(row, block_max, key):  # type: ignore[no-untyped-def]
 def exp_sums(row, block_max, top, temperature, line, tie):  # type: ignore[no-untyped-def]
     """Sum of exp(s) and of exp(s) * s over the kept columns, s = (x - top) / temperature <= 0.
 
-    Kept is key > line, or key == line and column <= tie; a line of None keeps all (and compiles to
-    code without the test). One fixed order: lane j adds column j of each block in fp32, a few
-    blocks at a time; these go into float64 lanes, and the lanes are added in the end.
+    Kept is key > line, or key == line and column <= tie. A line of None keeps all, a temperature of
+    None is 1; both compile to code without them. One fixed order: lane j adds column j of each
+    block in fp32, a few blocks at a time; these go into float64 lanes, which are added in the end.
     """
     size = row.shape[0]
     blocks = num_blocks(size)
@@ -135,7 +135,10 @@ def exp_sums(row, block_max, top, temperature, line, tie):  # type: ignore[no-un
 @inline_kernel
 def _term(x, column, top, temperature, line, tie):  # type: ignore[no-untyped-def]
     # NOTE: the clamp keeps 0 * -inf out; exp(-87) vanishes beside the 1 of the largest token.
-    s = max((x - top) / temperature, _MIN_EXP)
+    s = x - top
+    if temperature is not None:
+        s = s / temperature
+    s = max(s, _MIN_EXP)
     e = exp_fixed(s)
     if line is not None:
         key = key_of(x)

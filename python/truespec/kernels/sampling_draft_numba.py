@@ -73,7 +73,7 @@ def top_k_draft_rows(flat, stride, vocab, token_ids, temperature, seed, position
             row = perturbed
             top_key = block_maxima(row, block_max)
         top = value_of(top_key)
-        total, _ = exp_sums(row, block_max, top, _ONE, None, None)
+        total, _ = exp_sums(row, block_max, top, None, None, None)
         found = best_codes(row, block_max, k, codes)
         for j in range(found):
             columns[i, j] = code_column(codes[j])
