@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 
@@ -12,19 +13,25 @@ class Blocking:
     Attributes:
         rows, vectors: rows times (16-lane vectors of outputs) of a linear kernel; `vectors`
             divides 2.
+        panels: by number of rows, panels at once where one would leave FMAs waiting for each other.
         key_blocks: blocks of 16 keys that a score kernel takes at once, 1 or 2.
         value_rows, value_vectors: rows times (16-lane vectors of head_dim) of a P.V kernel.
     """
 
     rows: int
     vectors: int
+    panels: Mapping[int, int]
     key_blocks: int
     value_rows: int
     value_vectors: int
 
 
-WIDE = Blocking(rows=8, vectors=2, key_blocks=2, value_rows=4, value_vectors=4)  # 32 x 512 bits
-NARROW = Blocking(rows=4, vectors=1, key_blocks=1, value_rows=2, value_vectors=2)  # 16 x 256 bits
+WIDE = Blocking(  # 32 x 512 bits
+    rows=8, vectors=2, panels={1: 2, 2: 2, 3: 2}, key_blocks=2, value_rows=4, value_vectors=4
+)
+NARROW = Blocking(  # 16 x 256 bits
+    rows=4, vectors=1, panels={}, key_blocks=1, value_rows=2, value_vectors=2
+)
 
 
 def choose_blocking(features: str) -> Blocking:

@@ -8,7 +8,7 @@ minimum), which is the value GGUF defines (there code * scale is exact in fp32, 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -70,39 +70,35 @@ FORMATS = {
 
 
 def emit_group(
-    e: Emit,
-    f: Format,
-    base: ir.Value,
-    vectors: int,
-    use: Callable[[ir.Value, list[ir.Value]], None],
+    e: Emit, f: Format, bases: Sequence[ir.Value], use: Callable[[ir.Value, list[ir.Value]], None]
 ) -> None:
     """Emit code that widens one group, k ascending.
 
     Args:
-        base: address of the group's first word for the first of 16 * `vectors` outputs.
-        use: emits what is done with the weights of one k: (k within the group, `vectors` times
-            <16 x float>).
+        bases: addresses of the group's first word, one for every 16 outputs.
+        use: emits what is done with the weights of one k: (k within the group, one <16 x float>
+            per base).
     """
 
-    def word(index: ir.Value, lane_block: int) -> ir.Value:
-        return e.load(e.address(base, e.times(index, ROW_BYTES), 64 * lane_block), vector(I32))
+    def words(index: ir.Value) -> list[ir.Value]:
+        return [e.load(e.address(base, e.times(index, ROW_BYTES)), vector(I32)) for base in bases]
 
-    blocks = range(vectors)
     if f.codes == "f32":
         for k in range(f.group):
-            use(i64(k), [e.b.bitcast(word(i64(k), v), vector(F32)) for v in blocks])
+            use(i64(k), [e.b.bitcast(word, vector(F32)) for word in words(i64(k))])
     elif f.codes in ("bf16", "f16"):
         for w in range(f.words):
-            words = [word(i64(w), v) for v in blocks]
-            use(i64(2 * w), [_half_of_word(e, f.codes, x, high=False) for x in words])
-            use(i64(2 * w + 1), [_half_of_word(e, f.codes, x, high=True) for x in words])
+            pairs = words(i64(w))
+            use(i64(2 * w), [_half_of_word(e, f.codes, x, high=False) for x in pairs])
+            use(i64(2 * w + 1), [_half_of_word(e, f.codes, x, high=True) for x in pairs])
     else:
-        headers = [_header(e, f, [word(i64(i), v) for i in range(f.header_words)]) for v in blocks]
+        header_words = [words(i64(i)) for i in range(f.header_words)]
+        headers = [_header(e, f, list(header)) for header in zip(*header_words, strict=True)]
         for first_k, bit in ((0, 0), (16, 4)) if f.codes == "uint4" else ((0, 0),):
             with e.loop(f.words - f.header_words) as w:
-                words = [word(e.b.add(w, i64(f.header_words)), v) for v in blocks]
+                coded = words(e.b.add(w, i64(f.header_words)))
                 for byte in range(4):
-                    codes = [_code(e, f.codes, x, 8 * byte + bit) for x in words]
+                    codes = [_code(e, f.codes, x, 8 * byte + bit) for x in coded]
                     k = e.b.add(e.times(w, 4), i64(first_k + byte))
                     use(k, [_scaled(e, c, h) for c, h in zip(codes, headers, strict=True)])
 

@@ -2,14 +2,15 @@
 
 Every output is a sum of chains of fp32 FMAs, one chain per 128 consecutive k, k ascending: the
 short chains keep rounding below that of a library's product, and a row's result depends neither on
-the number of rows nor on how they are blocked. Few rows: weights are widened on the fly. More
-rows: a panel is widened once into scratch and read by every block of rows.
+the number of rows nor on how they are blocked. Few rows: weights are widened on the fly, for so
+many panels at once that their chains hide the latency of an FMA. More rows: a panel is widened
+once into scratch and read by every block of rows.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
+from typing import NamedTuple
 
 import llvmlite.ir as ir
 
@@ -19,7 +20,24 @@ from .formats import FORMATS, PANEL, ROW_BYTES, Format, emit_group
 
 PREFETCH_BYTES = 3072
 SPAN = 128  # consecutive k of one chain; a multiple of every format's group
+VECTOR_BYTES = 64
+PANEL_VECTORS = PANEL // 16
 NUM_ARGS = 11
+
+Blocks = dict[int, ir.Function]  # by number of rows
+
+
+class Operands(NamedTuple):
+    """What a block of rows works on: addresses, strides in bytes, groups of weights."""
+
+    x: ir.Value
+    ldx: ir.Value
+    w: ir.Value
+    panel_stride: ir.Value
+    groups: ir.Value
+    y: ir.Value
+    y_panel_stride: ir.Value
+    ldy: ir.Value
 
 
 def linear_module(f: Format, blocking: Blocking) -> ir.Module:
@@ -30,119 +48,24 @@ def linear_module(f: Format, blocking: Blocking) -> ir.Module:
     Rows of x are readable up to the padded k; rows of y are writable up to the padded n.
     """
     module = ir.Module(f"linear_{f.name}")
-    rows = range(1, blocking.rows + 1)
-    direct = {r: _row_block(module, f, r, blocking.vectors, prefetch=True) for r in rows}
-    if f.name == "f32":
-        widened, widen = direct, None
-    else:
-        f32 = FORMATS["f32"]
-        widened = {r: _row_block(module, f32, r, blocking.vectors, prefetch=False) for r in rows}
-        widen = _widen_panel(module, f)
-    _linear(module, f, blocking, direct, widened, widen)
-    return module
-
-
-def _row_block(
-    module: ir.Module, f: Format, rows: int, vectors: int, *, prefetch: bool
-) -> ir.Function:
-    """block(x, ldx, w, groups, y, ldy): `rows` rows times 16 * `vectors` outputs."""
-    name = f"{f.name}_{rows}{'p' * prefetch}"
-    span = _span(module, f, rows, vectors, prefetch=prefetch, name=f"{name}_span")
-    e = new_function(module, name, 6, private=True)
-    x, ldx, w, groups, y, ldy = e.args
-    groups_per_span = SPAN // f.group
-    for r in range(rows):
-        for v in range(vectors):
-            e.store(splat(F32, 0.0), e.address(y, e.times(ldy, r), 64 * v))
-    with e.loop(groups, step=groups_per_span) as first:
-        inputs = e.address(x, e.times(first, f.group * 4))
-        weights = e.address(w, e.times(first, f.words * ROW_BYTES))
-        left = e.b.sub(groups, first)
-        enough = e.b.icmp_signed("<", left, i64(groups_per_span))
-        count = e.b.select(enough, left, i64(groups_per_span))
-        e.b.call(span, [inputs, ldx, weights, count, y, ldy])
-    e.b.ret(i64(0))
-    return e.b.function
-
-
-def _span(
-    module: ir.Module, f: Format, rows: int, vectors: int, *, prefetch: bool, name: str
-) -> ir.Function:
-    """span(x, ldx, w, groups, y, ldy): y += one chain per output over some groups."""
-    e = new_function(module, name, 6, private=True)
-    x, ldx, w, groups, y, ldy = e.args
-    sums = [[e.variable(splat(F32, 0.0)) for _ in range(vectors)] for _ in range(rows)]
-    with e.loop(groups) as g:
-        base = e.address(w, e.times(g, f.words * ROW_BYTES))
-        inputs = e.address(x, e.times(g, f.group * 4))
-        if prefetch:
-            for line in range(f.words):
-                for v in range(vectors):
-                    e.prefetch(e.address(base, PREFETCH_BYTES + line * ROW_BYTES + 64 * v))
-
-        def add_products(k: ir.Value, weights: list[ir.Value], inputs: ir.Value = inputs) -> None:
-            for r in range(rows):
-                value = e.load_broadcast(e.address(inputs, e.times(ldx, r), e.times(k, 4)))
-                for slot, weight in zip(sums[r], weights, strict=True):
-                    e.set(slot, e.fma(value, weight, e.get(slot)))
-
-        emit_group(e, f, base, vectors, add_products)
-    for r in range(rows):
-        for v, slot in enumerate(sums[r]):
-            target = e.address(y, e.times(ldy, r), 64 * v)
-            e.store(e.b.fadd(e.load_f32x16(target), e.get(slot)), target)
-    e.b.ret(i64(0))
-    return e.b.function
-
-
-def _widen_panel(module: ir.Module, f: Format) -> ir.Function:
-    """widen(w, groups, out): a panel as fp32 [k][32]."""
-    e = new_function(module, f"{f.name}_widen", 3, private=True)
-    w, groups, out = e.args
-    vectors = 2
-    with e.loop(groups) as g:
-        base = e.address(w, e.times(g, f.words * ROW_BYTES))
-        target = e.address(out, e.times(g, f.group * ROW_BYTES))
-        for line in range(f.words):
-            for v in range(vectors):
-                e.prefetch(e.address(base, PREFETCH_BYTES + line * ROW_BYTES + 64 * v))
-
-        def store(k: ir.Value, weights: list[ir.Value], target: ir.Value = target) -> None:
-            for v, weight in enumerate(weights):
-                e.store(weight, e.address(target, e.times(k, ROW_BYTES), 64 * v))
-
-        emit_group(e, f, base, vectors, store)
-    e.b.ret(i64(0))
-    return e.b.function
-
-
-def _linear(
-    module: ir.Module,
-    f: Format,
-    blocking: Blocking,
-    direct: dict[int, ir.Function],
-    widened: dict[int, ir.Function],
-    widen: ir.Function | None,
-) -> None:
-    """The public function: panels, then blocks of rows."""
+    singles = _blocks(module, f, blocking, prefetch=True)
+    few = _few_rows(module, f, blocking, singles)
+    several = _several_rows(module, blocking, singles)
+    many = _many_rows(module, f, blocking)
     e = new_function(module, f"linear_{f.name}", NUM_ARGS)
-    x, ldx, m, w, first, last, panel_bytes, groups, y, ldy, scratch = e.args
-    few = e.b.icmp_signed("<=", m, i64(blocking.rows * _direct_blocks(f)))
-    f32_groups = e.times(groups, f.group // FORMATS["f32"].group)
-    with e.loop(last, start=first) as p:
-        panel = e.address(w, e.b.mul(p, panel_bytes))
-        out = e.address(y, e.times(p, PANEL * 4))
-        with e.b.if_else(few) as (then, otherwise):
-            with then:
-                _all_rows(e, blocking, direct, m, (x, ldx, panel, groups, out, ldy))
-            with otherwise:
-                if widen is None:
-                    source = panel
-                else:
-                    e.b.call(widen, [panel, groups, scratch])
-                    source = scratch
-                _all_rows(e, blocking, widened, m, (x, ldx, source, f32_groups, out, ldy))
+    m = e.args[2]
+    with e.b.if_else(e.b.icmp_signed("<=", m, i64(blocking.rows))) as (one_block, more):
+        with one_block:
+            e.b.call(few, e.args)
+        with more:
+            limit = i64(blocking.rows * _direct_blocks(f))
+            with e.b.if_else(e.b.icmp_signed("<=", m, limit)) as (some, lots):
+                with some:
+                    e.b.call(several, e.args)
+                with lots:
+                    e.b.call(many, e.args)
     e.b.ret(i64(0))
+    return module
 
 
 def _direct_blocks(f: Format) -> int:
@@ -150,38 +73,180 @@ def _direct_blocks(f: Format) -> int:
     return 4 if f.codes in ("bf16", "f16") else 2
 
 
-Operands = tuple[ir.Value, ir.Value, ir.Value, ir.Value, ir.Value, ir.Value]
+def _few_rows(module: ir.Module, f: Format, blocking: Blocking, singles: Blocks) -> ir.Function:
+    """One block of rows: runs of neighbouring panels side by side, then what is left of them."""
+    e = new_function(module, "few_rows", NUM_ARGS, private=True)
+    x, ldx, m, w, first, last, panel_bytes, groups, y, ldy, _ = e.args
+
+    def walk(blocks: Blocks, rows: int, start: ir.Value, runs: int, run: ir.Value) -> ir.Value:
+        strides = e.b.mul(run, panel_bytes), e.times(run, ROW_BYTES)
+        stop = e.b.add(start, run)
+        with e.loop(stop, start=start) as p:
+            panel, out = e.address(w, e.b.mul(p, panel_bytes)), e.address(y, e.times(p, ROW_BYTES))
+            a = Operands(x, ldx, panel, strides[0], groups, out, strides[1], ldy)
+            if runs > 1:
+                e.b.call(blocks[rows], a)
+            else:
+                _panel(e, blocking, blocks[rows], a)
+        return e.b.add(start, e.times(run, runs))
+
+    wide = {r: _block(module, f, r, n * PANEL_VECTORS) for r, n in blocking.panels.items()}
+
+    def case(rows: int) -> None:
+        start = first
+        if rows in wide:
+            runs = blocking.panels[rows]
+            start = walk(wide, rows, first, runs, e.b.sdiv(e.b.sub(last, first), i64(runs)))
+        walk(singles, rows, start, 1, e.b.sub(last, start))
+
+    e.switch(m, {r: partial(case, r) for r in singles})
+    e.b.ret(i64(0))
+    return e.b.function
 
 
-def _rows(
-    e: Emit, blocking: Blocking, blocks: dict[int, ir.Function], count: ir.Value, a: Operands
-) -> None:
-    """Call the block of `count` rows (at most `blocking.rows`) for all outputs of a panel."""
-    x, ldx, panel, groups, out, ldy = a
-    width = 16 * blocking.vectors
-
-    def call(block: ir.Function) -> None:
-        for offset in range(0, PANEL * 4, width * 4):
-            e.b.call(block, [x, ldx, e.address(panel, offset), groups, e.address(out, offset), ldy])
-
-    cases: dict[int, Callable[[], None]] = {r: partial(call, f) for r, f in blocks.items()}
-    e.switch(count, cases)
+def _several_rows(module: ir.Module, blocking: Blocking, singles: Blocks) -> ir.Function:
+    """A few blocks of rows, each widening a panel on the fly."""
+    e = new_function(module, "several_rows", NUM_ARGS, private=True)
+    x, ldx, m, w, first, last, panel_bytes, groups, y, ldy, _ = e.args
+    with e.loop(last, start=first) as p:
+        panel, out = e.address(w, e.b.mul(p, panel_bytes)), e.address(y, e.times(p, ROW_BYTES))
+        a = Operands(x, ldx, panel, i64(0), groups, out, i64(0), ldy)
+        _row_blocks(e, blocking, singles, m, a)
+    e.b.ret(i64(0))
+    return e.b.function
 
 
-def _all_rows(
-    e: Emit, blocking: Blocking, blocks: dict[int, ir.Function], m: ir.Value, a: Operands
-) -> None:
-    """Blocks of `blocking.rows` rows, then the rest."""
-    x, ldx, panel, groups, out, ldy = a
-    full = e.b.sdiv(m, i64(blocking.rows))
-    whole = {blocking.rows: blocks[blocking.rows]}
+def _many_rows(module: ir.Module, f: Format, blocking: Blocking) -> ir.Function:
+    """A panel is widened, then all blocks of rows read it."""
+    f32 = FORMATS["f32"]
+    blocks = _blocks(module, f32, blocking, prefetch=f == f32, name="many")
+    widen = None if f == f32 else _widen(module, f)
+    e = new_function(module, "many_rows", NUM_ARGS, private=True)
+    x, ldx, m, w, first, last, panel_bytes, groups, y, ldy, scratch = e.args
+    count = e.times(groups, f.group // f32.group)
+    with e.loop(last, start=first) as p:
+        source, out = e.address(w, e.b.mul(p, panel_bytes)), e.address(y, e.times(p, ROW_BYTES))
+        if widen is not None:
+            e.b.call(widen, [source, groups, scratch])
+            source = scratch
+        a = Operands(x, ldx, source, i64(0), count, out, i64(0), ldy)
+        _row_blocks(e, blocking, blocks, m, a)
+    e.b.ret(i64(0))
+    return e.b.function
 
-    def operands(row: ir.Value) -> Operands:
-        moved_x = e.address(x, e.b.mul(row, ldx))
-        return (moved_x, ldx, panel, groups, e.address(out, e.b.mul(row, ldy)), ldy)
 
-    with e.loop(full) as block:
-        row = e.times(block, blocking.rows)
-        _rows(e, blocking, whole, i64(blocking.rows), operands(row))
-    done = e.times(full, blocking.rows)
-    _rows(e, blocking, blocks, e.b.sub(m, done), operands(done))
+def _row_blocks(e: Emit, blocking: Blocking, blocks: Blocks, m: ir.Value, a: Operands) -> None:
+    """All rows of a panel in as few blocks as possible, of nearly equal size."""
+    num = e.b.sdiv(e.b.add(m, i64(blocking.rows - 1)), i64(blocking.rows))
+    first_row = e.variable(i64(0))
+    with e.loop(num) as done:
+        row, left = e.get(first_row), e.b.sub(num, done)
+        rows = e.b.sdiv(e.b.add(e.b.sub(m, row), e.b.sub(left, i64(1))), left)
+        x, y = e.address(a.x, e.b.mul(row, a.ldx)), e.address(a.y, e.b.mul(row, a.ldy))
+        moved = a._replace(x=x, y=y)
+        e.switch(rows, {r: partial(_panel, e, blocking, b, moved) for r, b in blocks.items()})
+        e.set(first_row, e.b.add(row, rows))
+
+
+def _panel(e: Emit, blocking: Blocking, block: ir.Function, a: Operands) -> None:
+    """Call a block for all outputs of a panel."""
+    for offset in range(0, ROW_BYTES, blocking.vectors * VECTOR_BYTES):
+        e.b.call(block, a._replace(w=e.address(a.w, offset), y=e.address(a.y, offset)))
+
+
+def _blocks(
+    module: ir.Module, f: Format, blocking: Blocking, *, prefetch: bool, name: str = "few"
+) -> Blocks:
+    """The blocks of one panel or a part of it."""
+    rows = range(1, blocking.rows + 1)
+    return {r: _block(module, f, r, blocking.vectors, prefetch=prefetch, name=name) for r in rows}
+
+
+def _block(
+    module: ir.Module,
+    f: Format,
+    rows: int,
+    vectors: int,
+    *,
+    prefetch: bool = True,
+    name: str = "few",
+) -> ir.Function:
+    """block(*Operands): `rows` rows times 16 * `vectors` outputs, two vectors to a panel."""
+    name = f"{name}_{rows}_{vectors}"
+    span = _span(module, f, rows, vectors, prefetch=prefetch, name=f"{name}_span")
+    e = new_function(module, name, len(Operands._fields), private=True)
+    a = Operands(*e.args)
+    groups_per_span = SPAN // f.group
+    for r in range(rows):
+        for address in _vectors(e, e.address(a.y, e.times(a.ldy, r)), a.y_panel_stride, vectors):
+            e.store(splat(F32, 0.0), address)
+    with e.loop(a.groups, step=groups_per_span) as first:
+        inputs = e.address(a.x, e.times(first, f.group * 4))
+        weights = e.address(a.w, e.times(first, f.words * ROW_BYTES))
+        left = e.b.sub(a.groups, first)
+        enough = e.b.icmp_signed("<", left, i64(groups_per_span))
+        count = e.b.select(enough, left, i64(groups_per_span))
+        e.b.call(span, a._replace(x=inputs, w=weights, groups=count))
+    e.b.ret(i64(0))
+    return e.b.function
+
+
+def _span(
+    module: ir.Module, f: Format, rows: int, vectors: int, *, prefetch: bool, name: str
+) -> ir.Function:
+    """span(*Operands): y += one chain per output over some groups."""
+    e = new_function(module, name, len(Operands._fields), private=True)
+    a = Operands(*e.args)
+    sums = [[e.variable(splat(F32, 0.0)) for _ in range(vectors)] for _ in range(rows)]
+    with e.loop(a.groups) as g:
+        start = e.address(a.w, e.times(g, f.words * ROW_BYTES))
+        bases = _vectors(e, start, a.panel_stride, vectors)
+        inputs = e.address(a.x, e.times(g, f.group * 4))
+        if prefetch:
+            _prefetch(e, f, bases)
+
+        def add_products(k: ir.Value, weights: list[ir.Value], inputs: ir.Value = inputs) -> None:
+            for r in range(rows):
+                value = e.load_broadcast(e.address(inputs, e.times(a.ldx, r), e.times(k, 4)))
+                for slot, weight in zip(sums[r], weights, strict=True):
+                    e.set(slot, e.fma(value, weight, e.get(slot)))
+
+        emit_group(e, f, bases, add_products)
+    for r in range(rows):
+        targets = _vectors(e, e.address(a.y, e.times(a.ldy, r)), a.y_panel_stride, vectors)
+        for target, slot in zip(targets, sums[r], strict=True):
+            e.store(e.b.fadd(e.load_f32x16(target), e.get(slot)), target)
+    e.b.ret(i64(0))
+    return e.b.function
+
+
+def _widen(module: ir.Module, f: Format) -> ir.Function:
+    """widen(w, groups, out): a panel as fp32 [k][32]."""
+    e = new_function(module, "widen", 3, private=True)
+    w, groups, out = e.args
+    with e.loop(groups) as g:
+        start = e.address(w, e.times(g, f.words * ROW_BYTES))
+        bases = _vectors(e, start, i64(0), PANEL_VECTORS)
+        target = e.address(out, e.times(g, f.group * ROW_BYTES))
+        _prefetch(e, f, bases)
+
+        def store(k: ir.Value, weights: list[ir.Value], target: ir.Value = target) -> None:
+            for v, weight in enumerate(weights):
+                e.store(weight, e.address(target, e.times(k, ROW_BYTES), VECTOR_BYTES * v))
+
+        emit_group(e, f, bases, store)
+    e.b.ret(i64(0))
+    return e.b.function
+
+
+def _vectors(e: Emit, first: ir.Value, panel_stride: ir.Value, count: int) -> list[ir.Value]:
+    """Addresses of `count` vectors, those beyond the second in panels a stride apart."""
+    places = (divmod(v, PANEL_VECTORS) for v in range(count))
+    return [e.address(first, e.times(panel_stride, p), VECTOR_BYTES * v) for p, v in places]
+
+
+def _prefetch(e: Emit, f: Format, bases: list[ir.Value]) -> None:
+    """Ask for the words of a group that comes soon."""
+    for line in range(f.words):
+        for base in bases:
+            e.prefetch(e.address(base, PREFETCH_BYTES + line * ROW_BYTES))

@@ -279,13 +279,15 @@ def norm_rows(r: Ints, thread: int, num_threads: int, weight: int) -> None:
 def store_heads(
     r: Ints, thread: int, num_threads: int, index: int, layer: int, first_head: int
 ) -> None:
-    """Bias, norm and rotate q and k heads; put k and v into the pool. By (row, head)."""
-    heads, kv_heads = r[NUM_HEADS], r[NUM_KV_HEADS]
-    per_row = heads + 2 * kv_heads - first_head
-    first, last = share(r[NUM_ROWS] * per_row, thread, num_threads)
+    """Bias, norm and rotate q and k heads; put k and v into the pool. By (head, row).
+
+    Rows of one head share cache lines of a block of keys, so that they stay with one thread.
+    """
+    heads, kv_heads, rows = r[NUM_HEADS], r[NUM_KV_HEADS], r[NUM_ROWS]
+    first, last = share(rows * (heads + 2 * kv_heads - first_head), thread, num_threads)
     for unit in range(first, last):
-        row = unit // per_row
-        head = unit - row * per_row + first_head
+        head = unit // rows + first_head
+        row = unit % rows
         if head < heads:
             prepare_head(r, layer, row, head * r[HEAD_DIM], Q, Q_NORM, head, r[SCALE_BITS])
         elif head < heads + kv_heads:
