@@ -55,7 +55,7 @@ class Runtime:
         self._compiled = {name: self._entry(name) for name in ENTRIES}
         self.give_way = _sched_yield()
         self.arena = Arena()
-        self.pool = ThreadPool(self.sync["run"], num_threads)
+        self.pool = ThreadPool(self.sync, self._compiler, self.give_way, num_threads)
         self._scratch = torch.empty(0, dtype=torch.uint8)
         self._scratch_bytes = 0
 

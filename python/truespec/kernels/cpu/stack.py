@@ -130,9 +130,9 @@ class CpuStack(DecoderStack):
     def _fill_constants(self) -> None:
         """Fields that no step changes."""
         f, s, runtime = self._fields, self._shape, self._runtime
-        for name, address in (runtime.rows | runtime.sync).items():
-            if name != "run":
-                f[getattr(at, name.upper())] = address
+        for name, address in runtime.rows.items():
+            f[getattr(at, name.upper())] = address
+        f[at.BARRIER], f[at.FETCH_ADD] = runtime.sync["barrier"], runtime.sync["fetch_add"]
         f[at.BARRIER_COUNTER], f[at.GIVE_WAY] = runtime.pool.barrier_address, runtime.give_way
         f[at.LAYERS], f[at.NUM_LAYERS] = self._layers.data_ptr(), len(self._layers)
         f[at.HIDDEN], f[at.HIDDEN_STRIDE] = s.hidden_size, pad(s.hidden_size, PANEL)

@@ -1,28 +1,26 @@
 """Compute threads: one hand-over per job, results that do not depend on how many take part.
 
-A job is a compiled function `f(thread, num_threads, record)`. Idle threads sleep. Knows nothing of
-what the functions compute.
+A job is a compiled function `f(thread, num_threads, record)`. Between jobs threads wait for a
+moment in compiled code, so that the jobs of a step follow each other without Python; then they
+sleep. Knows nothing of what the functions compute.
 """
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import os
 import threading
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
-# fmt: off
-RUN_TYPE = ctypes.CFUNCTYPE(
-    ctypes.c_int64, ctypes.c_int64, ctypes.c_int64, ctypes.c_int64, ctypes.c_int64
-)
-# fmt: on
-Run = Callable[[int, int, int, int], int]
+from . import sync_ir as at
+
 MIN_SECONDS_TO_JUDGE = 5e-4  # shorter jobs say nothing about contention
 TOO_SHORT = 0.0
+STOPPED = 1
+LINE_WORDS = 8  # of a cache line: counters of different writers do not share one
 JUDGED_JOBS = 8
 EFFICIENCY = 0.9  # of several threads, against one thread each
 HOLD_SECONDS = (0.2, 4.0)  # how long to stay on one thread: first time, at most
@@ -34,16 +32,21 @@ class ThreadPool:
     Safe to use from one thread at a time. After a fork the child starts threads of its own.
     """
 
-    def __init__(self, run_address: int, num_threads: int) -> None:
+    def __init__(
+        self, functions: Mapping[str, int], code: object, give_way: int, num_threads: int
+    ) -> None:
         """Prepare; threads start with the first job.
 
         Args:
-            run_address: the compiled `run` (sync_ir.py).
+            functions: addresses of the compiled functions of sync_ir.py.
+            code: what keeps their code in memory; a thread holds on to it until it has ended.
+            give_way: address of the C library's sched_yield.
             num_threads: threads at most.
         """
-        self._run = RUN_TYPE(run_address)
+        self._calls = _Calls(functions, code)
+        self._give_way = give_way
         self.num_threads = num_threads
-        self._barrier = (ctypes.c_int64 * 16)()
+        self._counters = (ctypes.c_int64 * (2 * LINE_WORDS))()
         self._workers: list[_Worker] = []
         self._owner = os.getpid()
         self._contention = Contention()
@@ -52,7 +55,7 @@ class ThreadPool:
     @property
     def barrier_address(self) -> int:
         """Address of the counter that barriers of a job count in."""
-        return ctypes.addressof(self._barrier)
+        return ctypes.addressof(self._counters)
 
     def set_num_threads(self, num_threads: int) -> None:
         """Use this many threads from the next job on."""
@@ -73,19 +76,26 @@ class ThreadPool:
         if num > 1 and not self._contention.allows_threads():
             num = 1
         if num == 1:
-            self._run(function, 0, 1, record)
+            self._calls.run(function, 0, 1, record)
             return
         workers = self._ready_workers(num - 1)
-        self._barrier[0] = 0
-        job = _Job(function, num, record)
+        self._counters[0] = self._counters[LINE_WORDS] = 0
         for worker in workers:
-            worker.start_job(job)
-        slowdowns = [_timed_run(self._run, job, 0), *(worker.wait() for worker in workers)]
-        self._contention.note(max(slowdowns), num)
+            worker.start_job(function, num, record)
+        wall, cpu = time.perf_counter(), time.thread_time()
+        self._calls.run(function, 0, num, record)
+        own = _slowdown(time.perf_counter() - wall, time.thread_time() - cpu)
+        self._calls.wait_for(self._done_address, num - 1, self._give_way)
+        self._contention.note(max(own, *(worker.slowdown() for worker in workers)), num)
 
     def close(self) -> None:
         """Stop the threads; the next job would start new ones."""
         _stop(self._workers)
+
+    @property
+    def _done_address(self) -> int:
+        """Address of the counter of workers that have done their part."""
+        return self.barrier_address + 8 * LINE_WORDS
 
     def _ready_workers(self, count: int) -> list[_Worker]:
         """`count` workers of this process."""
@@ -93,7 +103,8 @@ class ThreadPool:
             self._owner = os.getpid()
             self._workers.clear()
         while len(self._workers) < count:
-            self._workers.append(_Worker(self._run, len(self._workers) + 1))
+            index = len(self._workers) + 1
+            self._workers.append(_Worker(self._calls, self._done_address, self._counters, index))
         return self._workers[:count]
 
 
@@ -134,65 +145,81 @@ class Contention:
             self.hold_until, self.hold = 0.0, HOLD_SECONDS[0]
 
 
-@dataclass(frozen=True, slots=True)
-class _Job:
-    """What all threads run."""
+class _Calls:
+    """The compiled functions that Python calls."""
 
-    function: int
-    num_threads: int
-    record: int
+    def __init__(self, functions: Mapping[str, int], code: object) -> None:
+        self._code = code
+        self.run = _callable(functions["run"], 4)
+        self.wait_for = _callable(functions["wait_for"], 3)
+        self.post = _callable(functions["post"], 1)
+        self.serve = _callable(functions["serve"], 7)
 
 
 class _Worker:
-    """A thread that sleeps between jobs."""
+    """A thread that serves a mailbox."""
 
-    def __init__(self, run: Run, index: int) -> None:
-        self._go, self._done = threading.Lock(), threading.Lock()
-        self._go.acquire()
-        self._done.acquire()
-        self._job: _Job | None = None
-        self._slowdown = TOO_SHORT
-        loop = threading.Thread(
-            target=self._loop, args=(run, index), name=f"truespec-compute-{index}", daemon=True
+    def __init__(
+        self, calls: _Calls, done: int, kept: ctypes.Array[ctypes.c_int64], index: int
+    ) -> None:
+        self._calls = calls
+        self._mailbox = (ctypes.c_int64 * at.MAILBOX_WORDS)()
+        self._wake = threading.Lock()
+        self._wake.acquire()
+        served = (self._mailbox, self._wake, calls, done, kept)
+        self._thread = threading.Thread(
+            target=_serve, args=(*served, index), name=f"truespec-compute-{index}", daemon=True
         )
-        self._thread = loop
-        loop.start()
+        self._thread.start()
 
-    def start_job(self, job: _Job) -> None:
-        """Hand over; `wait` must follow."""
-        self._job = job
-        self._go.release()
+    def start_job(self, function: int, num_threads: int, record: int) -> None:
+        """Hand over a job; the next one may follow when it is done."""
+        box = self._mailbox
+        box[at.FUNCTION], box[at.NUM_THREADS], box[at.RECORD] = function, num_threads, record
+        if self._calls.post(ctypes.addressof(box)):
+            self._wake.release()
 
-    def wait(self) -> float:
-        """Wait for the end of the job; the thread's slowdown."""
-        self._done.acquire()
-        return self._slowdown
+    def slowdown(self) -> float:
+        """Of the last job, which is done."""
+        clocks = self._mailbox[at.CLOCKS : at.CLOCKS + 8]
+        start, start_cpu, end, end_cpu = (
+            seconds + nanoseconds * 1e-9
+            for seconds, nanoseconds in zip(clocks[::2], clocks[1::2], strict=True)
+        )
+        return _slowdown(end - start, end_cpu - start_cpu)
 
     def stop(self) -> None:
         """End the thread."""
-        self._job = None
-        with contextlib.suppress(RuntimeError):
-            self._go.release()
+        self.start_job(0, 0, 0)
         if threading.current_thread() is not self._thread:  # the collector may run anywhere
             self._thread.join(timeout=1.0)
 
-    def _loop(self, run: Run, index: int) -> None:
-        """Body of the thread."""
-        while True:
-            self._go.acquire()
-            job = self._job
-            if job is None:
-                return
-            self._slowdown = _timed_run(run, job, index)
-            self._done.release()
+
+def _serve(
+    mailbox: ctypes.Array[ctypes.c_int64],
+    wake: threading.Lock,
+    calls: _Calls,
+    done: int,
+    kept: ctypes.Array[ctypes.c_int64],
+    index: int,
+) -> None:
+    """Body of a thread; `kept` is the memory `done` lies in."""
+    clock = ctypes.cast(ctypes.CDLL(None).clock_gettime, ctypes.c_void_p).value or 0
+    clocks = time.CLOCK_MONOTONIC, time.CLOCK_THREAD_CPUTIME_ID
+    while not calls.serve(ctypes.addressof(mailbox), index, done, clock, *clocks, STOPPED):
+        wake.acquire()
 
 
-def _timed_run(run: Run, job: _Job, thread: int) -> float:
-    """Run a thread's part of a job; its elapsed by its CPU time, or `TOO_SHORT`."""
-    wall, cpu = time.perf_counter(), time.thread_time()
-    run(job.function, thread, job.num_threads, job.record)
-    wall, cpu = time.perf_counter() - wall, time.thread_time() - cpu
-    return TOO_SHORT if wall < MIN_SECONDS_TO_JUDGE else wall / max(cpu, 1e-6)
+def _slowdown(elapsed: float, cpu: float) -> float:
+    """Elapsed by CPU seconds, or `TOO_SHORT`."""
+    return TOO_SHORT if elapsed < MIN_SECONDS_TO_JUDGE else elapsed / max(cpu, 1e-6)
+
+
+def _callable(address: int, num_args: int) -> Callable[..., int]:
+    """A compiled function of 64-bit integers."""
+    kind = ctypes.CFUNCTYPE(ctypes.c_int64, *[ctypes.c_int64] * num_args)
+    function: Callable[..., int] = kind(address)
+    return function
 
 
 def _stop(workers: list[_Worker]) -> None:
