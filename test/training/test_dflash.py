@@ -19,9 +19,10 @@ from truespec.params import SamplingParams
 from truespec.speculative.contract import Draft
 from truespec.training import loop
 from truespec.training.block_task import logits_loss
+from truespec.training.block_tasks import adopt_shape
 from truespec.training.blocks import all_anchors, make_batch
 from truespec.training.cache import FeatureCache, FeatureSequence, write_shard
-from truespec.training.config import Batching, DFlashLoss, DFlashShape, LoopConfig
+from truespec.training.config import Batching, DFlashLoss, DFlashShape, DSparkShape, LoopConfig
 from truespec.training.dflash import DFlashTask
 from truespec.training.dspark_model import BlockModel, DSparkModel, dims_of
 from truespec.training.export import export_block
@@ -99,8 +100,12 @@ def test_a_dspark_checkpoint_hands_over_its_backbone_and_vocabulary(
     assert set(ours) == set(theirs) - heads
     for name, tensor in ours.items():
         assert torch.allclose(tensor.float(), theirs[name].float(), rtol=0.01), name
-    with pytest.raises(ValueError, match=r"has num_layers 2, 3 was asked for"):
+    with pytest.raises(ValueError, match="has num_layers 2, not 3"):
         start_from_checkpoint(make_model(target, replace(SHAPE, num_layers=3)), tmp_path / "dspark")
+    adopted = adopt_shape(DSparkShape(block_size=6), tmp_path / "dspark")
+    assert adopted == replace(DSPARK_SHAPE, block_size=6)
+    with pytest.raises(ValueError, match="no Markov head"):
+        adopt_shape(DSparkShape(), tmp_path / "dflash")
 
 
 def test_the_engine_drafts_what_the_trained_module_says(tiny_llama: Path, tmp_path: Path) -> None:

@@ -81,7 +81,7 @@ def _add_training(parser: argparse.ArgumentParser, name: str, algorithm: Algorit
     parser.add_argument("--target", "--model", help=MODEL)
     _add_paths(parser, ("prompts", "out", "answers", "cache", "run_dir"), required=False)
     if algorithm.takes_weights:
-        text = "a DSpark or DFlash drafter whose weights and draft vocabulary are taken over"
+        text = "a DSpark drafter (for DFlash, either) whose weights and draft ids are taken over"
         parser.add_argument("--init-from", type=Path, help=text)
     _add_flags(parser, algorithm.shape, free=SHAPE_FROM_TARGET)
     _add_flags(parser, Answering(), Collecting(), algorithm.batching, algorithm.loss, LoopConfig())

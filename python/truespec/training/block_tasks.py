@@ -18,6 +18,7 @@ from .dspark import DSparkTask
 from .dspark_model import BlockModel, DSparkModel, dims_of
 from .export import read_shape
 from .start import (
+    TAKEN_OVER,
     measure_tap_scale,
     start_embeddings,
     start_from_checkpoint,
@@ -40,13 +41,10 @@ def default_dflash_shape(target: ModelConfig) -> DFlashShape:
 def adopt_shape(shape: BlockShape, checkpoint: Path) -> BlockShape:
     """The shape that can start from a block drafter's weights; the block stays as long as it is."""
     theirs = read_shape(checkpoint)
-    return replace(
-        shape,
-        target_layer_ids=theirs.target_layer_ids,
-        num_layers=theirs.num_layers,
-        num_kv_heads=theirs.num_kv_heads,
-        draft_vocab_size=theirs.draft_vocab_size,
-    )
+    if isinstance(shape, DSparkShape) and theirs.markov_rank == 0:
+        raise ValueError(f"{checkpoint} is a DFlash drafter: it has no Markov head to take over")
+    names = [name for name in TAKEN_OVER if hasattr(shape, name)]
+    return replace(shape, **{name: getattr(theirs, name) for name in names})
 
 
 def build_dspark_task(

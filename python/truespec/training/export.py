@@ -45,16 +45,25 @@ def read_dspark(path: Path, target: Target) -> tuple[DSparkModel, Tensor]:
 
 
 def read_shape(path: Path) -> DSparkShape:
-    """Shape of an exported checkpoint; the Markov rank of a DFlash drafter is 0."""
+    """Shape of an exported checkpoint; the Markov rank of a DFlash drafter is 0.
+
+    Raises ValueError for checkpoints that this package did not train.
+    """
     config = json.loads((path / "config.json").read_text())
-    return DSparkShape(
-        target_layer_ids=tuple(config["target_layer_ids"]),
-        num_layers=config["num_hidden_layers"],
-        num_kv_heads=config["num_key_value_heads"],
-        block_size=config["block_size"],
-        draft_vocab_size=config["draft_vocab_size"],
-        markov_rank=config["markov_rank"],
-    )
+    try:
+        return DSparkShape(
+            target_layer_ids=tuple(config["target_layer_ids"]),
+            num_layers=config["num_hidden_layers"],
+            num_kv_heads=config["num_key_value_heads"],
+            block_size=config["block_size"],
+            draft_vocab_size=config["draft_vocab_size"],
+            markov_rank=config["markov_rank"],
+        )
+    except KeyError as error:
+        raise ValueError(
+            f"{path} is no DSpark or DFlash drafter made by truespec train: its config has no "
+            f"{error}"
+        ) from error
 
 
 def read_tensors(path: Path) -> tuple[dict[str, Tensor], Tensor]:

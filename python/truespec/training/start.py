@@ -14,6 +14,9 @@ from .dspark_model import BlockModel, DSparkModel
 from .export import read_shape, read_tensors
 from .target import Target
 
+# What a drafter has in common with the one whose weights it takes over.
+TAKEN_OVER = ("target_layer_ids", "num_layers", "num_kv_heads", "draft_vocab_size", "markov_rank")
+
 
 def choose_draft_vocab(counts: np.ndarray, size: int) -> Tensor:
     """The `size` most frequent ids, ascending; [DV] int64. Ties go to the lower id."""
@@ -67,11 +70,11 @@ def start_from_checkpoint(model: BlockModel, path: Path) -> Tensor:
     Heads that the model lacks are left out. Raises ValueError if the checkpoint has another shape;
     its block may be shorter or longer.
     """
-    mine, theirs = model.shape, read_shape(path)
-    for name in ("target_layer_ids", "num_layers", "num_kv_heads", "draft_vocab_size"):
-        wanted, found = getattr(mine, name), getattr(theirs, name)
-        if wanted != found:
-            raise ValueError(f"{path} has {name} {found}, {wanted} was asked for")
+    theirs = read_shape(path)
+    for name in TAKEN_OVER:
+        wanted = getattr(model.shape, name, theirs.markov_rank)
+        if wanted != getattr(theirs, name):
+            raise ValueError(f"{path} has {name} {getattr(theirs, name)}, not {wanted}")
     tensors, draft_vocab = read_tensors(path)
     for name, parameter in model.named_parameters():
         parameter.copy_(tensors[name])
