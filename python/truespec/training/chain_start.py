@@ -66,7 +66,8 @@ def _fit(inputs: Tensor, wanted: Tensor) -> Tensor:
     """W [out, in] of the ridge regression wanted ≈ inputs Wᵀ."""
     gram = inputs.T @ inputs
     gram.diagonal().add_(RIDGE * float(gram.diagonal().mean()))
-    return torch.linalg.solve(gram, inputs.T @ wanted).T
+    solved: Tensor = torch.linalg.solve(gram, inputs.T @ wanted)
+    return solved.T
 
 
 def _some(cache: FeatureCache) -> list[FeatureSequence]:
