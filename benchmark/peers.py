@@ -2,8 +2,8 @@
 
 Takes whatever is installed. Example (bf16 directory made with `truespec convert`):
     python benchmark/peers.py --model-dir smollm2-bf16 --gguf smollm2-bf16.gguf \\
-        --llama-server build/bin/llama-server --vllm-python vllm-env/bin/python --transformers
         --llama-server build/bin/llama-server --vllm-python env/bin/python --transformers
+Measures tokens per second at batch 1 and 8, without logprobs and with 1 and 20, time to the first
 token of a 512-token prompt, start, and resident memory. Prints medians and ratios, writes JSON.
 """
 
