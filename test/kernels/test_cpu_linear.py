@@ -115,6 +115,12 @@ def test_embedding_rows_are_the_dequantised_ones(type_name):
     assert torch.equal(kernels().embedding(weight, ids), dequantised(weight)[ids])
 
 
+def test_an_id_beyond_the_vocabulary_is_our_own_mistake():
+    for stranger in (50, -1):
+        with pytest.raises(AssertionError, match="1 token ids"):
+            kernels().embedding(make_weight("Q8_0", 50, 256), torch.tensor([3, stranger]))
+
+
 @pytest.mark.parametrize("k", [1, 16, 100, 576])
 def test_rms_norm_is_within_rounding_of_float64(k):
     x, weight = normal(5, k, seed=1), normal(k, seed=2)

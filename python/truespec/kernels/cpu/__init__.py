@@ -25,7 +25,7 @@ from truespec.kernels.reference_weights import widen_rows
 from .compile import Cpu, Progress, host_cpu
 from .linear import CpuLinear
 from .runtime import Runtime
-from .small import move_slots, rms_norm
+from .small import embed_q8_0, move_slots, rms_norm
 from .stack import CpuStack
 
 
@@ -80,6 +80,8 @@ class CpuKernels(KernelSet):
 
     def embedding(self, weight: Weight, token_ids: Tensor) -> Tensor:
         """See `KernelSet`."""
+        if weight.type == "Q8_0":  # a generic widening takes as long as a layer of the model
+            return embed_q8_0(self._runtime, weight, token_ids)
         return widen_rows(weight.data[token_ids], weight.type)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:

@@ -13,14 +13,14 @@ from typing import Literal
 import llvmlite.ir as ir
 
 from .blocking import Blocking
-from .emit import F32, I16, I32, LANES, Emit, i64, new_function, splat, vector
+from .emit import F32, I16, I32, I64, LANES, Emit, i64, new_function, splat, vector
 
 KVType = Literal["f32", "bf16"]
 BLOCK = 16
 BITS = {"f32": I32, "bf16": I16}
 # name -> number of arguments
 ATTENTION_FUNCTIONS = {
-    "scores": 9,
+    "scores": 8,
     "softmax": 6,
     "values": 9,
     "finish": 4,
@@ -46,44 +46,47 @@ def attention_module(kv: KVType, blocking: Blocking) -> ir.Module:
 
 
 def _scores(module: ir.Module, kv: KVType, blocking: Blocking) -> None:
-    """scores(q, num, k block, second or 0, head_dim, out, bytes per row of out, next, next second).
+    """scores(q, num, blocks, count, head_dim, out, bytes per row of out, ahead).
 
-    q is [num, head_dim]. out[i, 0:16] = q_i . keys of the block, out[i, 16:32] of the second one.
-    The next blocks are only prefetched.
+    q is [num, head_dim], `blocks` the addresses of `count` blocks of keys: out[i, 16 * j + t] =
+    q_i . key t of block j. The block `ahead` entries later is prefetched, which may be garbage.
     """
     rows = range(1, blocking.rows + 1)
     single = {r: _score_block(module, kv, r, 1) for r in rows}
-    pair = {r: _score_block(module, kv, r, 2) for r in rows} if blocking.key_blocks == 2 else None
+    several = {r: _score_block(module, kv, r, blocking.key_blocks) for r in rows}
     e = new_function(module, "scores", ATTENTION_FUNCTIONS["scores"])
-    q, num, k0, k1, head_dim, out, ld_out, next0, next1 = e.args
+    q, num, blocks, count, head_dim, out, ld_out, ahead = e.args
     ld_q = e.times(head_dim, 4)
 
-    def run(blocks: dict[int, ir.Function], first: ir.Value, second: ir.Value, at: int) -> None:
+    def run(functions: dict[int, ir.Function], first: ir.Value, at_once: int) -> None:
+        entries = [e.address(blocks, e.times(first, 8), 8 * j) for j in range(at_once)]
+        keys = [e.load(entry, I64, 8) for entry in entries]
+        later = [e.load(e.address(entry, e.times(ahead, 8)), I64, 8) for entry in entries]
+
         def call(block: ir.Function, row: ir.Value) -> None:
-            target = e.address(out, e.b.mul(row, ld_out), at)
+            target = e.address(out, e.b.mul(row, ld_out), e.times(first, 4 * BLOCK))
             queries = e.address(q, e.b.mul(row, ld_q))
-            ahead = [next0, next1] if at == 0 else [next1, next1]
-            e.b.call(block, [queries, ld_q, first, second, head_dim, target, ld_out, *ahead])
+            e.b.call(block, [queries, ld_q, head_dim, target, ld_out, *keys, *later])
 
-        _by_rows(e, num, blocking.rows, {r: partial(call, block) for r, block in blocks.items()})
+        _by_rows(e, num, blocking.rows, {r: partial(call, f) for r, f in functions.items()})
 
-    with e.b.if_else(e.b.icmp_signed("==", k1, i64(0))) as (alone, both):
-        with alone:
-            run(single, k0, k0, 0)
-        with both:
-            if pair is not None:
-                run(pair, k0, k1, 0)
-            else:
-                run(single, k0, k0, 0)
-                run(single, k1, k1, 64)
+    whole = e.b.sub(count, e.b.srem(count, i64(blocking.key_blocks)))
+    with e.loop(whole, step=blocking.key_blocks) as first:
+        run(several, first, blocking.key_blocks)
+    if blocking.key_blocks > 1:
+        with e.loop(count, start=whole) as first:
+            run(single, first, 1)
     e.b.ret(i64(0))
 
 
 def _score_block(module: ir.Module, kv: KVType, rows: int, blocks: int) -> ir.Function:
-    """block(q, ldq, k0, k1, head_dim, out, ld_out, next0, next1): chains over head_dim."""
-    e = new_function(module, f"scores_{rows}_{blocks}", 9, private=True)
-    q, ld_q, k0, k1, head_dim, out, ld_out, next0, next1 = e.args
-    keys, ahead = [k0, k1][:blocks], [next0, next1][:blocks]
+    """block(q, ldq, head_dim, out, ld_out, keys ..., prefetched ...): chains over head_dim."""
+    name = f"scores_{rows}_{blocks}"
+    if name in module.globals:
+        return module.globals[name]
+    e = new_function(module, name, 5 + 2 * blocks, private=True)
+    q, ld_q, head_dim, out, ld_out = e.args[:5]
+    keys, ahead = e.args[5 : 5 + blocks], e.args[5 + blocks :]
     sums = [[e.variable(splat(F32, 0.0)) for _ in keys] for _ in range(rows)]
     unroll = 4
     with e.loop(head_dim, step=unroll) as d:
@@ -147,32 +150,45 @@ def _softmax(module: ir.Module) -> None:
 
 
 def _values(module: ir.Module, kv: KVType, blocking: Blocking) -> None:
-    """values(p, bytes per row of p, num, v block, count, head_dim, out, bytes per row, next v).
+    """values(p, bytes per row of p, num, blocks, keys, head_dim, out, bytes per row, ahead).
 
-    out[i] += sum over the first `count` keys of p[i, key] * v[key], keys ascending. Later slots
-    are not read.
+    out[i] += sum over `keys` keys of p[i, key] * v[key], keys ascending, from the blocks of values
+    whose addresses `blocks` lists. Later slots are not read. The block `ahead` entries later is
+    prefetched, which may be garbage.
     """
     widths = [w for w in (4, 2, 1) if w <= blocking.value_vectors]
     rows = range(1, blocking.value_rows + 1)
-    blocks = {w: {r: _value_block(module, kv, r, w) for r in rows} for w in widths}
+    functions = {w: {r: _value_block(module, kv, r, w) for r in rows} for w in widths}
     e = new_function(module, "values", ATTENTION_FUNCTIONS["values"])
-    p, ld_p, num, v, count, head_dim, out, ld_out, ahead = e.args
-    done = e.variable(i64(0))
-    for width in widths:
-        span = width * LANES
-        start = e.get(done)
-        stop = e.b.add(start, e.times(e.b.sdiv(e.b.sub(head_dim, start), i64(span)), span))
-        with e.loop(stop, start=start, step=span) as d:
+    p, ld_p, num, blocks, keys, head_dim, out, ld_out, ahead = e.args
+    with e.loop(keys, step=BLOCK) as key:
+        left = e.b.sub(keys, key)
+        count = e.b.select(e.b.icmp_signed("<", left, i64(BLOCK)), left, i64(BLOCK))
+        entry = e.address(blocks, e.times(e.b.lshr(key, i64(4)), 8))
+        v, next_v = e.load(entry, I64, 8), e.load(e.address(entry, e.times(ahead, 8)), I64, 8)
+        done = e.variable(i64(0))
+        for width in widths:
+            span = width * LANES
+            start = e.get(done)
+            stop = e.b.add(start, e.times(e.b.sdiv(e.b.sub(head_dim, start), i64(span)), span))
+            with e.loop(stop, start=start, step=span) as d:
 
-            def call(block: ir.Function, row: ir.Value, d: ir.Value = d) -> None:
-                weights = e.address(p, e.b.mul(row, ld_p))
-                target = e.address(out, e.b.mul(row, ld_out), e.times(d, 4))
-                lanes, later = (e.address(x, e.times(d, _size(kv))) for x in (v, ahead))
-                e.b.call(block, [weights, ld_p, lanes, count, head_dim, target, ld_out, later])
+                def call(
+                    block: ir.Function,
+                    row: ir.Value,
+                    d: ir.Value = d,
+                    values: tuple[ir.Value, ...] = (v, next_v),
+                    start: tuple[ir.Value, ir.Value] = (key, count),
+                ) -> None:
+                    weights = e.address(p, e.b.mul(row, ld_p), e.times(start[0], 4))
+                    target = e.address(out, e.b.mul(row, ld_out), e.times(d, 4))
+                    lanes, later = (e.address(x, e.times(d, _size(kv))) for x in values)
+                    args = [weights, ld_p, lanes, start[1], head_dim, target, ld_out, later]
+                    e.b.call(block, args)
 
-            calls = {r: partial(call, block) for r, block in blocks[width].items()}
-            _by_rows(e, num, blocking.value_rows, calls)
-        e.set(done, stop)
+                calls = {r: partial(call, block) for r, block in functions[width].items()}
+                _by_rows(e, num, blocking.value_rows, calls)
+            e.set(done, stop)
     e.b.ret(i64(0))
 
 

@@ -48,6 +48,8 @@ from .native import Ints, call, compiled, int32s, int64s
 BLOCK = 16
 FLOAT = 4
 SPAN_BLOCKS = SPAN // BLOCK
+AHEAD = 4  # blocks between use and prefetch: a load from memory takes as long as several blocks
+LIST_BYTES = -(-(2 * SPAN_BLOCKS + AHEAD + 1) * 8 // 64) * 64
 
 
 @compiled
@@ -56,11 +58,11 @@ def attend_rows(r: Ints, thread: int, index: int) -> None:
     counter = r[UNIT_COUNTERS] + index * 8
     kv_heads = r[NUM_KV_HEADS]
     units = r[NUM_GROUPS] * kv_heads
+    starts = int32s(r[GROUP_STARTS])
+    scratch = r[SCRATCH] + thread * r[SCRATCH_BYTES]
     unit = call(r[FETCH_ADD], (counter,))
     while unit < units:
         group = r[NUM_GROUPS] - 1 - unit // kv_heads
-        starts = int32s(r[GROUP_STARTS])
-        scratch = r[SCRATCH] + thread * r[SCRATCH_BYTES]
         attend_group(r, index, starts[group], starts[group + 1], unit % kv_heads, scratch)
         unit = call(r[FETCH_ADD], (counter,))
 
@@ -70,7 +72,9 @@ def attend_group(r: Ints, index: int, first: int, last: int, head: int, scratch:
     """Rows [first, last) of one request for one KV head."""
     head_dim, per_kv = r[HEAD_DIM], r[NUM_HEADS] // r[NUM_KV_HEADS]
     num = (last - first) * per_kv
-    queries = scratch
+    ld, ld_out = SCORE_STRIDE * FLOAT, head_dim * FLOAT
+    blocks = scratch
+    queries = blocks + LIST_BYTES
     acc = queries + num * head_dim * FLOAT
     states = acc + num * head_dim * FLOAT
     scores = states + num * 64
@@ -79,24 +83,62 @@ def attend_group(r: Ints, index: int, first: int, last: int, head: int, scratch:
     common, end = common_blocks(r, first, last)
     for span in range(0, end, SPAN_BLOCKS):
         stop = min(span + SPAN_BLOCKS, end)
-        shared_stop = min(stop, common)
-        shared_scores(r, index, first, head, span, shared_stop, num, queries, scores)
+        shared = max(0, min(stop, common) - span)
+        list_blocks(r, index, first, head, span, shared, blocks)
+        call(r[SCORES], (queries, num, blocks, shared, head_dim, scores, ld, AHEAD))
         for row in range(first, last):
             at = (row - first) * per_kv
             q, s = queries + at * head_dim * FLOAT, scores + at * SCORE_STRIDE * FLOAT
-            row_stop = min(stop, row_blocks(r, row))
-            for block in range(max(span, shared_stop), row_stop):
-                key = row_block(r, index, row, head, block, own_block, True)
+            for block in range(span + shared, min(stop, row_blocks(r, row))):
+                int64s(own_list(blocks))[0] = row_block(r, index, row, head, block, own_block, True)
                 target = s + (block - span) * BLOCK * FLOAT
-                ld = SCORE_STRIDE * FLOAT
-                call(r[SCORES], (q, per_kv, key, 0, head_dim, target, ld, key, 0))
+                call(r[SCORES], (q, per_kv, own_list(blocks), 1, head_dim, target, ld, 0))
             softmax_row(r, row, at, per_kv, span, s, states, acc)
-        shared_values(r, index, first, head, span, shared_stop, num, scores, acc)
+        values, keys = blocks + shared * 8, shared * BLOCK
+        call(r[VALUES], (scores, ld, num, values, keys, head_dim, acc, ld_out, AHEAD))
         for row in range(first, last):
             at = (row - first) * per_kv
-            for block in range(max(span, shared_stop), min(stop, row_blocks(r, row))):
-                row_values(r, index, row, head, span, block, at, per_kv, scores, acc, own_block)
+            p, out = scores + at * SCORE_STRIDE * FLOAT, acc + at * head_dim * FLOAT
+            for block in range(span + shared, min(stop, row_blocks(r, row))):
+                own = row_block(r, index, row, head, block, own_block, False)
+                int64s(own_list(blocks))[0] = own
+                count = min(BLOCK, int64s_of_32(r[KV_LENS], row) - block * BLOCK)
+                weights = p + (block - span) * BLOCK * FLOAT
+                args = (weights, ld, per_kv, own_list(blocks), count, head_dim, out, ld_out, 0)
+                call(r[VALUES], args)
     finish_rows(r, first, last, head * per_kv, per_kv, acc, states)
+
+
+@compiled
+def own_list(blocks: int) -> int:
+    """The list of the one block that belongs to a row alone."""
+    return blocks + LIST_BYTES - 8
+
+
+@compiled
+def list_blocks(
+    r: Ints, index: int, row: int, head: int, first: int, num: int, blocks: int
+) -> None:
+    """Addresses of `num` blocks of keys from block `first` on, of their values, and some more.
+
+    They are read in this order, each being prefetched AHEAD entries before.
+    """
+    entries = int64s(blocks)
+    per_page = r[BLOCKS_PER_PAGE]
+    request = int64s_of_32(r[ROW_TO_REQ], row)
+    page = request * r[PAGE_TABLE_STRIDE] + first // per_page
+    within = first % per_page
+    for i in range(num):
+        block = int64s_of_32(r[PAGE_TABLE], page) * per_page + within
+        offset = ((index * r[NUM_BLOCKS] + block) * r[NUM_KV_HEADS] + head) * r[BLOCK_BYTES]
+        entries[i] = r[KEYS] + offset
+        entries[num + i] = r[VALUES_POOL] + offset
+        within += 1
+        if within == per_page:
+            within = 0
+            page += 1
+    for i in range(AHEAD if num > 0 else 0):
+        entries[2 * num + i] = entries[2 * num - 1]
 
 
 @compiled
@@ -179,40 +221,6 @@ def row_block(
 
 
 @compiled
-def shared_scores(
-    r: Ints,
-    index: int,
-    row: int,
-    head: int,
-    span: int,
-    stop: int,
-    num: int,
-    queries: int,
-    scores: int,
-) -> None:
-    """Scores of all queries of a unit for blocks [span, stop), two blocks at a time."""
-    ld = SCORE_STRIDE * FLOAT
-    first, second = block_pair(r, index, row, head, span, stop)
-    for block in range(span, stop, 2):
-        next_first, next_second = block_pair(r, index, row, head, block + 2, stop)
-        target = scores + (block - span) * BLOCK * FLOAT
-        args = (queries, num, first, second, r[HEAD_DIM], target, ld, next_first, next_second)
-        call(r[SCORES], args)
-        first, second = next_first, next_second
-
-
-@compiled
-def block_pair(r: Ints, index: int, row: int, head: int, block: int, stop: int) -> tuple[int, int]:
-    """Addresses of the keys of two blocks, 0 for one from `stop` on."""
-    first, second = 0, 0
-    if block < stop:
-        first = pool_address(r, index, head, page_slot(r, row, block * BLOCK), True)
-    if block + 1 < stop:
-        second = pool_address(r, index, head, page_slot(r, row, (block + 1) * BLOCK), True)
-    return first, second
-
-
-@compiled
 def softmax_row(
     r: Ints, row: int, at: int, per_kv: int, span: int, scores: int, states: int, acc: int
 ) -> None:
@@ -224,46 +232,6 @@ def softmax_row(
             state = states + (at + i) * 64
             values = scores + i * SCORE_STRIDE * FLOAT
             call(r[SOFTMAX], (values, length, state, out, r[HEAD_DIM], int(span == 0)))
-
-
-@compiled
-def shared_values(
-    r: Ints, index: int, row: int, head: int, span: int, stop: int, num: int, scores: int, acc: int
-) -> None:
-    """Weighted values of blocks [span, stop) for all queries of a unit."""
-    ld, ld_out = SCORE_STRIDE * FLOAT, r[HEAD_DIM] * FLOAT
-    value = pool_address(r, index, head, page_slot(r, row, span * BLOCK), False)
-    for block in range(span, stop):
-        following = value
-        if block + 1 < stop:
-            slot = page_slot(r, row, (block + 1) * BLOCK)
-            following = pool_address(r, index, head, slot, False)
-        p = scores + (block - span) * BLOCK * FLOAT
-        call(r[VALUES], (p, ld, num, value, BLOCK, r[HEAD_DIM], acc, ld_out, following))
-        value = following
-
-
-@compiled
-def row_values(
-    r: Ints,
-    index: int,
-    row: int,
-    head: int,
-    span: int,
-    block: int,
-    at: int,
-    per_kv: int,
-    scores: int,
-    acc: int,
-    own_block: int,
-) -> None:
-    """Weighted values of one block of one row; slots beyond its length are not read."""
-    count = min(BLOCK, int64s_of_32(r[KV_LENS], row) - block * BLOCK)
-    value = row_block(r, index, row, head, block, own_block, False)
-    p = scores + (at * SCORE_STRIDE + (block - span) * BLOCK) * FLOAT
-    out = acc + at * r[HEAD_DIM] * FLOAT
-    ld, ld_out = SCORE_STRIDE * FLOAT, r[HEAD_DIM] * FLOAT
-    call(r[VALUES], (p, ld, per_kv, value, count, r[HEAD_DIM], out, ld_out, value))
 
 
 @compiled
@@ -282,4 +250,5 @@ def finish_rows(
 def attention_scratch_bytes(head_dim: int, queries_per_kv: int) -> int:
     """Scratch that `attend_group` needs on one thread."""
     num = max(MAX_QUERIES, queries_per_kv)
-    return num * (2 * head_dim + SCORE_STRIDE) * FLOAT + num * 64 + head_dim * BLOCK * FLOAT
+    floats = num * (2 * head_dim + SCORE_STRIDE) + head_dim * BLOCK
+    return LIST_BYTES + floats * FLOAT + num * 64

@@ -31,13 +31,16 @@ class StepBuffers:
         self._qkv = self._v_column + kv
         self._mlp = pad(shape.intermediate_size, PANEL)
         self._counters = torch.zeros(num_layers, dtype=torch.int64)
-        self._num_rows = 0
+        self._num_rows, self._is_filled = 0, False
         self._allocate(8)
 
     def fill(self, fields: np.ndarray[tuple[int], np.dtype[np.int64]], num_rows: int) -> None:
-        """Write addresses and strides into a record, with room for `num_rows`."""
+        """Write addresses and strides into a record, always the same, with room for `num_rows`."""
         if num_rows > self._num_rows:
             self._allocate(max(num_rows, 2 * self._num_rows))
+        elif self._is_filled:
+            return
+        self._is_filled = True
         fields[at.X], fields[at.NORMED] = self._x.data_ptr(), self._normed.data_ptr()
         fields[at.QKV], fields[at.QKV_STRIDE] = self._qkv_rows.data_ptr(), self._qkv
         fields[at.K_COLUMN], fields[at.V_COLUMN] = self._k_column, self._v_column

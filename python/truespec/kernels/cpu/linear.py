@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from truespec.kernels.api import PackedLinear, Weight
@@ -23,6 +22,7 @@ from .layout import (
 )
 from .pack import PackedWeight, pack
 from .runtime import Runtime, aligned_zeros, widening_bytes
+from .small import padded
 
 
 def describe(packed: PackedWeight, bias: Tensor | None, runtime: Runtime) -> list[int]:
@@ -67,7 +67,7 @@ class CpuLinear(PackedLinear):
         out = torch.empty(m, self._padded_n)
         if m == 0:
             return out[:, :n]
-        x = F.pad(x, (0, self._packed.padded_k - k)).contiguous()
+        x = padded(x, self._packed.format.group)
         fields = self._record.numpy()
         fields[SCRATCH], fields[SCRATCH_BYTES] = self._runtime.scratch()
         fields[LAYERS], fields[ADD_ROWS] = self._fields.data_ptr(), self._runtime.rows["add_rows"]

@@ -1,4 +1,5 @@
-"""Row-wise kernels: norm, head preparation (bias, norm, rotation), gated activation, addition.
+"""Row-wise kernels: embedding, norm, head preparation (bias, norm, rotation), gated activation,
+addition.
 
 Rows are padded to a multiple of 16 floats; sums run over 16 fixed lanes, so they do not depend on
 the CPU's vector length.
@@ -8,7 +9,7 @@ from __future__ import annotations
 
 import llvmlite.ir as ir
 
-from .emit import F32, LANES, Emit, i64, new_function, splat, vector
+from .emit import BYTE, F16, F32, I32, I64, LANES, Emit, i64, new_function, splat, vector
 
 # name -> number of arguments; what they are is said where the function is built.
 ROW_FUNCTIONS = {
@@ -16,7 +17,9 @@ ROW_FUNCTIONS = {
     "rotate_head": 8,
     "add_rows": 4,
     "silu_mul": 4,
+    "embed_q8_0": 6,
 }
+Q8_0_BYTES, Q8_0_GROUP = 34, 32
 HALF_LANES = 8
 
 
@@ -27,6 +30,7 @@ def rows_module() -> ir.Module:
     _rotate_head(module, norm)
     _add_rows(module)
     _silu_mul(module)
+    _embed_q8_0(module)
     return module
 
 
@@ -95,6 +99,33 @@ def _silu_mul(module: ir.Module) -> None:
         sigmoid_inverse = e.b.fadd(e.exp(e.b.fneg(g)), splat(F32, 1.0))
         e.store(e.b.fmul(e.b.fdiv(g, sigmoid_inverse), u), e.address(out, offset))
     e.b.ret(i64(0))
+
+
+def _embed_q8_0(module: ir.Module) -> None:
+    """embed_q8_0(rows of a weight, number of them, ids, m, groups, out [m, 32 * groups]).
+
+    Returns how many ids (int64) name no row; those are left out.
+    """
+    e = new_function(module, "embed_q8_0", ROW_FUNCTIONS["embed_q8_0"])
+    data, num_rows, ids, m, groups, out = e.args
+    strangers = e.variable(i64(0))
+    with e.loop(m) as i:
+        row = e.load(e.address(ids, e.times(i, 8)), I64, 8)
+        known = e.b.icmp_unsigned("<", row, num_rows)
+        with e.b.if_else(known) as (then, otherwise):
+            with then, e.loop(groups) as g:
+                index = e.b.add(e.b.mul(row, groups), g)
+                block = e.address(data, e.times(index, Q8_0_BYTES))
+                scale = e.broadcast(e.b.fpext(e.load(block, F16, 2), F32))
+                target = e.b.add(e.b.mul(i, groups), g)
+                for lane in range(0, Q8_0_GROUP, LANES):
+                    codes = e.load(e.address(block, 2 + lane), vector(BYTE), 1)
+                    values = e.b.sitofp(e.b.sext(codes, vector(I32)), vector(F32))
+                    at = e.address(out, e.times(target, 4 * Q8_0_GROUP), 4 * lane)
+                    e.store(e.b.fmul(values, scale), at)
+            with otherwise:
+                e.set(strangers, e.b.add(e.get(strangers), i64(1)))
+    e.b.ret(e.get(strangers))
 
 
 def _add_to(e: Emit, x: ir.Value, y: ir.Value, n: ir.Value) -> None:

@@ -23,10 +23,11 @@ from .attention_ir import ATTENTION_FUNCTIONS, KVType, attention_module
 from .blocking import choose_blocking
 from .compile import Compiler, Cpu, Progress
 from .formats import PANEL, WORD_BYTES, Format
+from .layout import STEP_FIELDS
 from .linear_ir import linear_module
 from .rows_ir import ROW_FUNCTIONS, rows_module
 from .sync_ir import SYNC_FUNCTIONS, sync_module
-from .threads import ThreadPool
+from .threads import ThreadPool, callable_of
 
 ENTRIES = {
     "forward": step.forward,
@@ -56,6 +57,8 @@ class Runtime:
         self.give_way = _sched_yield()
         self.arena = Arena()
         self.pool = ThreadPool(self.sync, self._compiler, self.give_way, num_threads)
+        self.record = torch.zeros(STEP_FIELDS, dtype=torch.int64)  # of calls outside a stack
+        self.embed_q8_0 = callable_of(self.rows["embed_q8_0"], ROW_FUNCTIONS["embed_q8_0"])
         self._scratch = torch.empty(0, dtype=torch.uint8)
         self._scratch_bytes = 0
 

@@ -1,4 +1,4 @@
-"""The two small calls beside the stack: RMS norm of rows, copying slots of the K/V pool."""
+"""The small calls beside the stack: embedding, RMS norm of rows, copying slots of the K/V pool."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from truespec.kernels.api import KVBuffers
+from truespec.kernels.api import KVBuffers, Weight
 
 from . import layout as at
 from .attention_ir import KVType
@@ -18,13 +18,25 @@ KV_TYPES: dict[torch.dtype, KVType] = {torch.float32: "f32", torch.bfloat16: "bf
 LANES = 16
 
 
+def embed_q8_0(runtime: Runtime, weight: Weight, token_ids: Tensor) -> Tensor:
+    """Rows `token_ids` [m] of a Q8_0 weight, widened: [m, k] fp32."""
+    n, k = weight.shape
+    data, ids = weight.data, token_ids.long().contiguous()
+    assert data.is_contiguous(), "blocks must be contiguous"
+    out = torch.empty(ids.numel(), k)
+    addresses = data.data_ptr(), ids.data_ptr(), out.data_ptr()
+    args = addresses[0], n, addresses[1], ids.numel(), k // 32, addresses[2]
+    strangers = runtime.embed_q8_0(*args)
+    assert strangers == 0, f"{strangers} token ids are not below {n}"
+    return out
+
+
 def rms_norm(runtime: Runtime, x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """x / sqrt(mean(x^2) + eps) * weight per row, [m, k] fp32."""
     m, k = x.shape
-    padding = (0, -k % LANES)
-    x, weight = F.pad(x, padding).contiguous(), F.pad(weight.float(), padding).contiguous()
+    x, weight = padded(x, LANES), padded(weight.float(), LANES)
     out = torch.empty_like(x)
-    record = torch.zeros(at.STEP_FIELDS, dtype=torch.int64)
+    record = runtime.record
     f = record.numpy()
     f[at.RMS_NORM], f[at.EPS_BITS] = runtime.rows["rms_norm"], float_bits(eps)
     f[at.X], f[at.NORMED], f[at.LAYERS] = x.data_ptr(), out.data_ptr(), weight.data_ptr()
@@ -33,11 +45,17 @@ def rms_norm(runtime: Runtime, x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return out if out.shape[1] == k else out[:, :k].contiguous()
 
 
+def padded(x: Tensor, multiple: int) -> Tensor:
+    """`x`, contiguous, its last dimension padded with zeros to a multiple; no copy if it is so."""
+    missing = -x.shape[-1] % multiple
+    return F.pad(x, (0, missing)) if missing else x.contiguous()
+
+
 def move_slots(runtime: Runtime, kv: KVBuffers, src_slots: Tensor, dst_slots: Tensor) -> None:
     """Copy K/V of every layer slot by slot, in order ([n] int64 each)."""
     src_slots, dst_slots = src_slots.long().contiguous(), dst_slots.long().contiguous()
     assert src_slots.shape == dst_slots.shape, (src_slots.shape, dst_slots.shape)
-    record = torch.zeros(at.STEP_FIELDS, dtype=torch.int64)
+    record = runtime.record
     f = record.numpy()
     fill_pool(runtime, record, kv)
     f[at.NUM_LAYERS], f[at.NUM_KV_HEADS], f[at.HEAD_DIM] = kv.k.shape[0], *kv.k.shape[3:5]

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import numpy as np
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from truespec.kernels.api import AttentionRows, DecoderStack, KVBuffers, LayerWeights, StackShape
@@ -18,7 +16,7 @@ from .formats import PANEL
 from .linear import describe, padded_vector
 from .pack import PackedWeight, pack
 from .runtime import Runtime
-from .small import fill_pool, float_bits
+from .small import fill_pool, float_bits, padded
 
 
 class CpuStack(DecoderStack):
@@ -38,6 +36,8 @@ class CpuStack(DecoderStack):
         self._buffers = StepBuffers(shape, len(layers))
         self._record = torch.zeros(at.STEP_FIELDS, dtype=torch.int64)
         self._fields = self._record.numpy()
+        self._pool: tuple[int, int, torch.Size, torch.dtype] | None = None
+        self._columns: dict[tuple[int, ...], Tensor] = {}
         self._fill_constants()
 
     def forward(
@@ -76,7 +76,7 @@ class CpuStack(DecoderStack):
         m = c.shape[0]
         if m == 0:
             return
-        c = F.pad(c, (0, -c.shape[1] % 8)).contiguous()
+        c = padded(c, 8)
         positions, out_slots = positions.int().contiguous(), out_slots.long().contiguous()
         self._check_reach(positions, out_slots, kv)
         self._fill_pool(kv)
@@ -94,11 +94,11 @@ class CpuStack(DecoderStack):
 
     def _check_reach(self, positions: Tensor, out_slots: Tensor, kv: KVBuffers) -> None:
         """Rotation and storage stay inside their tables: compiled code checks nothing."""
-        last, num_positions = int(positions.max()), self._cos.shape[0]
+        last, num_positions = positions.numpy().max(), self._cos.shape[0]
         assert last < num_positions, f"position {last} of {num_positions} rope positions"
-        slot, num_slots = int(out_slots.max()), kv.k.shape[1] * kv.page_size
-        assert slot < num_slots, f"slot {slot} of {num_slots}"
-        assert int(out_slots.min()) >= 0, "a row without a slot"
+        slots, num_slots = out_slots.numpy(), kv.k.shape[1] * kv.page_size
+        assert slots.max() < num_slots, f"slot {slots.max()} of {num_slots}"
+        assert slots.min() >= 0, "a row without a slot"
 
     def _describe_layer(self, layer: LayerWeights) -> list[int]:
         """A layer's row of the table."""
@@ -130,8 +130,8 @@ class CpuStack(DecoderStack):
     def _fill_constants(self) -> None:
         """Fields that no step changes."""
         f, s, runtime = self._fields, self._shape, self._runtime
-        for name, address in runtime.rows.items():
-            f[getattr(at, name.upper())] = address
+        for name in ("rms_norm", "rotate_head", "add_rows", "silu_mul"):
+            f[getattr(at, name.upper())] = runtime.rows[name]
         f[at.BARRIER], f[at.FETCH_ADD] = runtime.sync["barrier"], runtime.sync["fetch_add"]
         f[at.BARRIER_COUNTER], f[at.GIVE_WAY] = runtime.pool.barrier_address, runtime.give_way
         f[at.LAYERS], f[at.NUM_LAYERS] = self._layers.data_ptr(), len(self._layers)
@@ -151,7 +151,10 @@ class CpuStack(DecoderStack):
         layers, _, _, kv_heads, head_dim, _ = kv.k.shape
         expected = (len(self._layers), self._shape.num_kv_heads, self._shape.head_dim)
         assert (layers, kv_heads, head_dim) == expected, (tuple(kv.k.shape), expected)
-        fill_pool(self._runtime, self._record, kv)
+        pool = kv.k.data_ptr(), kv.v.data_ptr(), kv.k.shape, kv.k.dtype
+        if pool != self._pool:
+            fill_pool(self._runtime, self._record, kv)
+            self._pool = pool
 
     def _fill_rows(self, rows: AttentionRows) -> None:
         """Positions, slots and lengths."""
@@ -171,17 +174,19 @@ class CpuStack(DecoderStack):
         self._fields[at.FIRST_INPUT] = 0
         if first_input is None:
             return None
-        padded = F.pad(first_input, (0, -first_input.shape[1] % 8)).contiguous()
-        self._fields[at.FIRST_INPUT] = padded.data_ptr()
-        self._fields[at.FIRST_STRIDE] = padded.shape[1]
-        return padded
+        first_input = padded(first_input, 8)
+        self._fields[at.FIRST_INPUT] = first_input.data_ptr()
+        self._fields[at.FIRST_STRIDE] = first_input.shape[1]
+        return first_input
 
     def _capture_columns(self, capture: tuple[int, ...]) -> Tensor:
         """[1 + num_layers] int64: which output column block a layer's output goes to, or -1."""
-        columns = np.full(len(self._layers) + 1, -1, dtype=np.int64)
-        for column, layer in enumerate(capture):
-            columns[layer + 1] = column
-        return torch.from_numpy(columns)
+        if capture not in self._columns:
+            columns = torch.full((len(self._layers) + 1,), -1)
+            for column, layer in enumerate(capture):
+                columns[layer + 1] = column
+            self._columns[capture] = columns
+        return self._columns[capture]
 
 
 def _check_shape(shape: StackShape) -> None:
@@ -199,7 +204,7 @@ def _contiguous(rows: AttentionRows) -> AttentionRows:
     """Rows as compiled code reads them: contiguous, of the documented types."""
 
     def as_type(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-        return tensor.to(dtype).contiguous()
+        return (tensor if tensor.dtype == dtype else tensor.to(dtype)).contiguous()
 
     starts, slots = rows.tail_starts, rows.tail_slots
     return AttentionRows(

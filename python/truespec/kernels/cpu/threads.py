@@ -150,10 +150,10 @@ class _Calls:
 
     def __init__(self, functions: Mapping[str, int], code: object) -> None:
         self._code = code
-        self.run = _callable(functions["run"], 4)
-        self.wait_for = _callable(functions["wait_for"], 3)
-        self.post = _callable(functions["post"], 1)
-        self.serve = _callable(functions["serve"], 7)
+        self.run = callable_of(functions["run"], 4)
+        self.wait_for = callable_of(functions["wait_for"], 3)
+        self.post = callable_of(functions["post"], 1)
+        self.serve = callable_of(functions["serve"], 7)
 
 
 class _Worker:
@@ -215,8 +215,8 @@ def _slowdown(elapsed: float, cpu: float) -> float:
     return TOO_SHORT if elapsed < MIN_SECONDS_TO_JUDGE else elapsed / max(cpu, 1e-6)
 
 
-def _callable(address: int, num_args: int) -> Callable[..., int]:
-    """A compiled function of 64-bit integers."""
+def callable_of(address: int, num_args: int) -> Callable[..., int]:
+    """A compiled function of 64-bit integers, for Python; it runs without Python's lock."""
     kind = ctypes.CFUNCTYPE(ctypes.c_int64, *[ctypes.c_int64] * num_args)
     function: Callable[..., int] = kind(address)
     return function
