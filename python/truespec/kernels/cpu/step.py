@@ -98,7 +98,7 @@ def forward(thread: int, num_threads: int, record: int) -> int:
     r = int64s(record)
     hidden, stride = r[HIDDEN], r[HIDDEN_STRIDE]
     if thread == 0:  # read after the first barrier
-        r[NUM_GROUPS] = group_rows(r)
+        r[NUM_GROUPS] = group_rows(r, num_threads)
         for index in range(r[NUM_LAYERS]):
             int64s(r[UNIT_COUNTERS])[index] = 0
     copy_rows(r, thread, num_threads, r[INPUT], hidden, r[X], stride)
@@ -363,12 +363,18 @@ def copy_rows(r: Ints, thread: int, num_threads: int, x: int, ldx: int, y: int, 
 
 
 @compiled
-def group_rows(r: Ints) -> int:
-    """Cut rows into groups of one request that share loads of K and V; returns their number."""
+def group_rows(r: Ints, num_threads: int) -> int:
+    """Cut rows into groups of one request that share loads of K and V; returns their number.
+
+    What would be one group is cut in two where its heads do not fill the threads evenly.
+    """
     requests, starts = int32s(r[ROW_TO_REQ]), int32s(r[GROUP_STARTS])
+    limit = r[GROUP_ROWS]
+    if limit // 2 < r[NUM_ROWS] <= limit and r[NUM_KV_HEADS] % num_threads != 0:
+        limit = (r[NUM_ROWS] + 1) // 2
     groups = 0
     for row in range(r[NUM_ROWS]):
-        full = groups > 0 and row - starts[groups - 1] == r[GROUP_ROWS]
+        full = groups > 0 and row - starts[groups - 1] == limit
         if row == 0 or full or requests[row] != requests[row - 1]:
             starts[groups] = row
             groups += 1
