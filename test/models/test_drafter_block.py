@@ -153,17 +153,17 @@ def test_heads_equal_their_formulas_step_by_step(
     previous = torch.randint(0, VOCAB, (2, 3), generator=generator)
     state, s = markov.initial_state(2), torch.zeros(2, RANK).double()
     w1 = tensors["markov_head.markov_w1.weight"]
+    embedded = torch.stack([markov.embed(previous[:, step]) for step in range(3)], dim=1)
+    confidences = confidence(hidden, embedded)
     for step in range(3):
         h, e = hidden[:, step].double(), w1[previous[:, step]]
         inner, s = _markov(kind, tensors, h, e, s)
-        embedded = markov.embed(previous[:, step])
-        bias, state = markov.bias(embedded, hidden[:, step], state)
+        bias, state = markov.bias(embedded[:, step], hidden[:, step], state)
         expected = inner @ tensors["markov_head.markov_w2.weight"].T
         torch.testing.assert_close(bias.double(), expected, rtol=1e-4, atol=1e-4)
         z = torch.cat([h, e], 1) @ tensors["confidence_head.proj.weight"].T
         c = torch.sigmoid(z + tensors["confidence_head.proj.bias"])[:, 0]
-        actual = confidence(hidden[:, step].contiguous(), embedded, step)
-        torch.testing.assert_close(actual.double(), c, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(confidences[:, step].double(), c, rtol=1e-4, atol=1e-5)
 
 
 def _markov(

@@ -83,13 +83,13 @@ class DraftSampler:
         return wide.index_copy_(1, self.target_ids, logits)
 
 
-def stack_steps(steps: list[DraftStep], confidences: list[Tensor] | None = None) -> ChainDrafts:
-    """k steps of n drafts, in order, with their [n] confidences if there are any."""
+def stack_steps(steps: list[DraftStep], confidences: Tensor | None = None) -> ChainDrafts:
+    """k steps of n drafts, in order, with their confidences [n, k] if there are any."""
     logits = [step.logits for step in steps if step.logits is not None]
     return ChainDrafts(
         token_ids=torch.stack([step.token_ids for step in steps], dim=1),
         logprobs=torch.stack([step.logprobs for step in steps], dim=1),
-        confidences=torch.stack(confidences, dim=1) if confidences else None,
+        confidences=confidences,
         logits=torch.stack(logits, dim=1) if logits else None,
     )
 

@@ -46,17 +46,19 @@ class DSparkWorker(BlockWorker):
         drafter, markov = self.drafter, self.drafter.markov
         base = drafter.head(hidden.flatten(0, 1)).view(*hidden.shape[:2], -1)
         state = markov.initial_state(len(anchors)) if markov is not None else None
-        previous, steps, confidences = anchors, [], []
+        previous, steps, embedded = anchors, [], []
         for step in range(hidden.shape[1]):
-            row, logits, embedded = hidden[:, step], base[:, step], None
+            logits = base[:, step]
             if markov is not None:
-                embedded = markov.embed(previous)
-                bias, state = markov.bias(embedded, row, state)
+                embedded.append(markov.embed(previous))
+                bias, state = markov.bias(embedded[-1], hidden[:, step], state)
                 logits = logits + bias
-            if drafter.confidence is not None:
-                confidences.append(drafter.confidence(row, embedded, step))
             steps.append(self.sampler.choose(logits, rows, step))
             previous = steps[-1].token_ids
+        confidences = None
+        if drafter.confidence is not None:
+            seen = torch.stack(embedded, dim=1) if embedded else None
+            confidences = drafter.confidence(hidden, seen)
         return stack_steps(steps, confidences)
 
     def lengths(self, counts: list[int], drafts: ChainDrafts, other_rows: int) -> list[int]:

@@ -93,8 +93,15 @@ class ConfidenceHead:
         self._proj = proj
         self._temperatures = temperatures
 
-    def __call__(self, hidden: Tensor, embedded: Tensor | None, step: int) -> Tensor:
-        """h_k [n, H], W1 rows [n, r] of the previous tokens -> [n] fp32 in (0, 1)."""
-        wide = self._proj.shape[1] > hidden.shape[1]
+    def __call__(self, hidden: Tensor, embedded: Tensor | None) -> Tensor:
+        """The first k steps of n blocks.
+
+        Args:
+            hidden: [n, k, H]. embedded: [n, k, r] W1 rows of the tokens before, if it sees them.
+
+        Returns [n, k] fp32 in (0, 1).
+        """
+        wide = self._proj.shape[1] > hidden.shape[-1]
         z = torch.cat([hidden, embedded], dim=-1) if wide and embedded is not None else hidden
-        return torch.sigmoid(self._proj(z)[:, 0] / self._temperatures[step])
+        logits = self._proj(z.flatten(0, 1)).view(z.shape[:2])
+        return torch.sigmoid(logits / self._temperatures[: z.shape[1]])
