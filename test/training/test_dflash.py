@@ -31,6 +31,7 @@ from truespec.training.target import Target, load_target
 
 SHAPE = DFlashShape((0, 2), num_layers=2, num_kv_heads=2, block_size=4, draft_vocab_size=48)
 VOCAB_IDS = torch.arange(SHAPE.draft_vocab_size)
+NO_COUNTS = np.zeros(1000, dtype=np.int64)
 
 
 def make_model(target: Target, shape: DFlashShape = SHAPE) -> BlockModel:
@@ -93,19 +94,35 @@ def test_a_dspark_checkpoint_hands_over_its_backbone_and_vocabulary(
     export_block(dspark, target, vocab, tmp_path / "dspark")
     model = make_model(target, replace(SHAPE, block_size=6))
     model.tap_scale.fill_(5.0)
-    assert torch.equal(start_from_checkpoint(model, tmp_path / "dspark"), vocab)
+    assert torch.equal(start_from_checkpoint(model, tmp_path / "dspark", NO_COUNTS), vocab)
     export_block(model, target, vocab, tmp_path / "dflash")
     theirs, ours = (load_file(tmp_path / x / "model.safetensors") for x in ("dspark", "dflash"))
     heads = {name for name in theirs if name.startswith(("markov_head.", "confidence_head."))}
     assert set(ours) == set(theirs) - heads
     for name, tensor in ours.items():
         assert torch.allclose(tensor.float(), theirs[name].float(), rtol=0.01), name
+    deeper = make_model(target, replace(SHAPE, num_layers=3))
     with pytest.raises(ValueError, match="has num_layers 2, not 3"):
-        start_from_checkpoint(make_model(target, replace(SHAPE, num_layers=3)), tmp_path / "dspark")
+        start_from_checkpoint(deeper, tmp_path / "dspark", NO_COUNTS)
     adopted = adopt_shape(DSparkShape(block_size=6), tmp_path / "dspark")
     assert adopted == replace(DSPARK_SHAPE, block_size=6)
     with pytest.raises(ValueError, match="no Markov head"):
         adopt_shape(DSparkShape(), tmp_path / "dflash")
+
+
+def test_a_draft_vocabulary_grows_by_the_most_frequent_ids(target: Target, tmp_path: Path) -> None:
+    small = DSparkModel(replace(DSPARK_SHAPE, draft_vocab_size=3), dims_of(target))
+    export_block(small, target, torch.tensor([2, 5, 8]), tmp_path / "small")
+    model = DSparkModel(replace(DSPARK_SHAPE, draft_vocab_size=5), dims_of(target))
+    counts = np.zeros(model.dims.vocab, dtype=np.int64)
+    counts[[1, 5, 6, 7]] = 3, 100, 9, 4
+    assert start_from_checkpoint(model, tmp_path / "small", counts).tolist() == [2, 5, 6, 7, 8]
+    grown, w2 = model.markov_weight(), small.markov_weight().bfloat16().float()
+    assert torch.equal(grown[[0, 1, 4]], w2)
+    assert not grown[2:4].any()
+    shorter = DSparkModel(replace(DSPARK_SHAPE, draft_vocab_size=2), dims_of(target))
+    with pytest.raises(ValueError, match="has draft_vocab_size 3, not 2"):
+        start_from_checkpoint(shorter, tmp_path / "small", counts)
 
 
 def test_the_engine_drafts_what_the_trained_module_says(tiny_llama: Path, tmp_path: Path) -> None:

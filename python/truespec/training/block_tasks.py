@@ -10,7 +10,7 @@ from torch import Tensor
 
 from truespec.models.config import ModelConfig
 
-from .answers import count_bigrams
+from .answers import count_bigrams, count_tokens
 from .config import Batching, DFlashLoss, DFlashShape, DSparkLoss, DSparkShape
 from .data import TrainingData, load_data
 from .dflash import DFlashTask
@@ -113,7 +113,8 @@ def _start(model: BlockModel, data: TrainingData, init_from: Path | None) -> Ten
     """First weights of the backbone; returns the draft vocabulary, [DV] int64."""
     model.tap_scale.copy_(measure_tap_scale(data.train))
     if init_from is not None:
-        return start_from_checkpoint(model, init_from)
+        counts = count_tokens(data.answers, model.dims.vocab)
+        return start_from_checkpoint(model, init_from, counts)
     draft_vocab = data.draft_vocab(model.shape.draft_vocab_size)
     start_embeddings(model, data.target, draft_vocab)
     return draft_vocab

@@ -10,7 +10,7 @@ class DSparkShape:
     target_layer_ids: tuple[int, ...] = (1, 8, 14, 20, 27)  # id i is the output of layer i
     num_layers: int = 2
     num_kv_heads: int = 9
-    block_size: int = 5  # rows of a block = draft tokens per round
+    block_size: int = 7  # rows of a block = draft tokens per round
     draft_vocab_size: int = 12288
     markov_rank: int = 32
 
@@ -76,7 +76,7 @@ class Batching:
     """A batch has `num_sequences * anchors_per_sequence` blocks; a step has a batch per thread."""
 
     num_sequences: int = 10
-    anchors_per_sequence: int = 36
+    anchors_per_sequence: int = 28
     category_balance: float = 0.5  # 0: as recorded, 1: every category equally often
     seed: int = 0
 

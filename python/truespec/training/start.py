@@ -16,6 +16,7 @@ from .target import Target
 
 # What a drafter has in common with the one whose weights it takes over.
 TAKEN_OVER = ("target_layer_ids", "num_layers", "num_kv_heads", "draft_vocab_size", "markov_rank")
+W2 = "markov_head.markov_w2.weight"
 
 
 def choose_draft_vocab(counts: np.ndarray, size: int) -> Tensor:
@@ -64,18 +65,25 @@ def start_embeddings(model: BlockModel, target: Target, draft_vocab: Tensor) -> 
 
 
 @torch.no_grad()
-def start_from_checkpoint(model: BlockModel, path: Path) -> Tensor:
-    """Every parameter := the checkpoint's; returns its draft vocabulary, [DV] int64.
+def start_from_checkpoint(model: BlockModel, path: Path, counts: np.ndarray) -> Tensor:
+    """Every parameter := the checkpoint's; returns the draft vocabulary, [DV] int64.
 
-    Heads that the model lacks are left out. Raises ValueError if the checkpoint has another shape;
-    its block may be shorter or longer.
+    Heads that the model lacks are left out. A model with more draft ids than the checkpoint has
+    its ids and the most frequent of the others, by `counts` [V]; the Markov head starts at 0 for
+    these. Raises ValueError if the checkpoint has another shape; its block may have any length.
     """
     theirs = read_shape(path)
     for name in TAKEN_OVER:
-        wanted = getattr(model.shape, name, theirs.markov_rank)
-        if wanted != getattr(theirs, name):
-            raise ValueError(f"{path} has {name} {getattr(theirs, name)}, not {wanted}")
-    tensors, draft_vocab = read_tensors(path)
+        wanted, given = getattr(model.shape, name, theirs.markov_rank), getattr(theirs, name)
+        if wanted != given and not (name == "draft_vocab_size" and wanted > given):
+            raise ValueError(f"{path} has {name} {given}, not {wanted}")
+    tensors, own_ids = read_tensors(path)
+    preferred = counts.astype(np.float64)
+    preferred[own_ids.numpy()] += np.inf
+    draft_vocab = choose_draft_vocab(preferred, model.shape.draft_vocab_size)
+    if W2 in tensors:
+        grown = tensors[W2].new_zeros(len(draft_vocab), tensors[W2].shape[1])
+        tensors[W2] = grown.index_copy(0, torch.searchsorted(draft_vocab, own_ids), tensors[W2])
     for name, parameter in model.named_parameters():
         parameter.copy_(tensors[name])
     model.fc.weight.mul_(model.tap_scale)
