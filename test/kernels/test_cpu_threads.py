@@ -33,6 +33,16 @@ def test_idle_threads_use_no_cpu_time():
     assert time.process_time() - before < 0.02
 
 
+def test_jobs_come_back_whether_the_threads_still_wait_or_already_sleep():
+    k = CpuKernels(cache_dir(), num_threads=3)
+    linear, x = make_linear(k)
+    expected = linear(x)
+    for pause in range(0, 1000, 10):  # microseconds; threads fall asleep after about a hundred
+        time.sleep(pause * 1e-6)
+        assert torch.equal(linear(x), expected)
+    k.close()
+
+
 def test_close_ends_the_threads_and_a_later_call_starts_new_ones():
     before = len(compute_threads())
     k = CpuKernels(cache_dir(), num_threads=3)
