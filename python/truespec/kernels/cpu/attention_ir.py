@@ -51,7 +51,7 @@ def _scores(module: ir.Module, kv: KVType, blocking: Blocking) -> None:
     q is [num, head_dim], `blocks` the addresses of `count` blocks of keys: out[i, 16 * j + t] =
     q_i . key t of block j. The block `ahead` entries later is prefetched, which may be garbage.
     """
-    rows = range(1, blocking.rows + 1)
+    rows = range(1, blocking.query_rows + 1)
     single = {r: _score_block(module, kv, r, 1) for r in rows}
     several = {r: _score_block(module, kv, r, blocking.key_blocks) for r in rows}
     e = new_function(module, "scores", ATTENTION_FUNCTIONS["scores"])
@@ -68,7 +68,7 @@ def _scores(module: ir.Module, kv: KVType, blocking: Blocking) -> None:
             queries = e.address(q, e.b.mul(row, ld_q))
             e.b.call(block, [queries, ld_q, head_dim, target, ld_out, *keys, *later])
 
-        _by_rows(e, num, blocking.rows, {r: partial(call, f) for r, f in functions.items()})
+        _by_rows(e, num, blocking.query_rows, {r: partial(call, f) for r, f in functions.items()})
 
     whole = e.b.sub(count, e.b.srem(count, i64(blocking.key_blocks)))
     with e.loop(whole, step=blocking.key_blocks) as first:

@@ -14,23 +14,40 @@ class Blocking:
         rows, vectors: rows times (16-lane vectors of outputs) of a linear kernel; `vectors`
             divides 2.
         panels: by number of rows, panels at once where one would leave FMAs waiting for each other.
-        key_blocks: blocks of 16 keys that a score kernel takes at once, 1 or 2.
+        lookup_rows: rows up to which 4-bit codes are looked up in a register.
+        query_rows, key_blocks: rows times blocks of 16 keys (1 or 2) of a score kernel.
         value_rows, value_vectors: rows times (16-lane vectors of head_dim) of a P.V kernel.
     """
 
     rows: int
     vectors: int
     panels: Mapping[int, int]
+    lookup_rows: int
+    query_rows: int
     key_blocks: int
     value_rows: int
     value_vectors: int
 
 
 WIDE = Blocking(  # 32 x 512 bits
-    rows=8, vectors=2, panels={1: 2, 2: 2, 3: 2}, key_blocks=2, value_rows=4, value_vectors=4
+    rows=10,
+    vectors=2,
+    panels={1: 2, 2: 2, 3: 2},
+    lookup_rows=1,
+    query_rows=8,
+    key_blocks=2,
+    value_rows=4,
+    value_vectors=4,
 )
 NARROW = Blocking(  # 16 x 256 bits
-    rows=4, vectors=1, panels={}, key_blocks=1, value_rows=2, value_vectors=2
+    rows=4,
+    vectors=1,
+    panels={},
+    lookup_rows=0,
+    query_rows=4,
+    key_blocks=1,
+    value_rows=2,
+    value_vectors=2,
 )
 
 

@@ -70,7 +70,12 @@ FORMATS = {
 
 
 def emit_group(
-    e: Emit, f: Format, bases: Sequence[ir.Value], use: Callable[[ir.Value, list[ir.Value]], None]
+    e: Emit,
+    f: Format,
+    bases: Sequence[ir.Value],
+    use: Callable[[ir.Value, list[ir.Value]], None],
+    *,
+    lookup: bool = False,
 ) -> None:
     """Emit code that widens one group, k ascending.
 
@@ -78,6 +83,8 @@ def emit_group(
         bases: addresses of the group's first word, one for every 16 outputs.
         use: emits what is done with the weights of one k: (k within the group, one <16 x float>
             per base).
+        lookup: 4-bit codes become floats by AVX-512's permutation of a register, which leaves more
+            room for loads and less for FMAs than a conversion.
     """
 
     def words(index: ir.Value) -> list[ir.Value]:
@@ -98,7 +105,7 @@ def emit_group(
             with e.loop(f.words - f.header_words) as w:
                 coded = words(e.b.add(w, i64(f.header_words)))
                 for byte in range(4):
-                    codes = [_code(e, f.codes, x, 8 * byte + bit) for x in coded]
+                    codes = [_code(e, f.codes, x, 8 * byte + bit, lookup) for x in coded]
                     k = e.b.add(e.times(w, 4), i64(first_k + byte))
                     use(k, [_scaled(e, c, h) for c, h in zip(codes, headers, strict=True)])
 
@@ -121,17 +128,20 @@ def _header(e: Emit, f: Format, words: list[ir.Value]) -> tuple[ir.Value, ir.Val
     return (floats[0], floats[1]) if f.header == "pair" else (floats[0], None)
 
 
-def _code(e: Emit, codes: Codes, word: ir.Value, shift: int) -> ir.Value:
-    """The integer code at bit `shift` of every lane."""
+def _code(e: Emit, codes: Codes, word: ir.Value, shift: int, lookup: bool) -> ir.Value:
+    """The code at bit `shift` of every lane, as a float."""
     if codes == "uint4":
         moved = e.b.lshr(word, splat(I32, shift)) if shift else word
-        return e.b.and_(moved, splat(I32, 15))
+        if lookup:  # reads the lowest 4 bits of a lane
+            floats = ir.Constant(vector(F32), [float(code) for code in range(16)])
+            name = "llvm.x86.avx512.permvar.sf.512"
+            return e.intrinsic(name, vector(F32), [floats, moved])
+        return e.b.sitofp(e.b.and_(moved, splat(I32, 15)), vector(F32))
     moved = e.b.shl(word, splat(I32, 24 - shift)) if shift < 24 else word
-    return e.b.ashr(moved, splat(I32, 24))
+    return e.b.sitofp(e.b.ashr(moved, splat(I32, 24)), vector(F32))
 
 
 def _scaled(e: Emit, code: ir.Value, header: tuple[ir.Value, ir.Value | None]) -> ir.Value:
     """code * scale (+ minimum)."""
     scale, minimum = header
-    value = e.b.sitofp(code, vector(F32))
-    return e.b.fmul(value, scale) if minimum is None else e.fma(value, scale, minimum)
+    return e.b.fmul(code, scale) if minimum is None else e.fma(code, scale, minimum)

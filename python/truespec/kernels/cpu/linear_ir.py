@@ -90,7 +90,9 @@ def _few_rows(module: ir.Module, f: Format, blocking: Blocking, singles: Blocks)
                 _panel(e, blocking, blocks[rows], a)
         return e.b.add(start, e.times(run, runs))
 
-    wide = {r: _block(module, f, r, n * PANEL_VECTORS) for r, n in blocking.panels.items()}
+    wide = {
+        r: _block(module, f, blocking, r, n * PANEL_VECTORS) for r, n in blocking.panels.items()
+    }
 
     def case(rows: int) -> None:
         start = first
@@ -158,13 +160,16 @@ def _blocks(
     module: ir.Module, f: Format, blocking: Blocking, *, prefetch: bool, name: str = "few"
 ) -> Blocks:
     """The blocks of one panel or a part of it."""
-    rows = range(1, blocking.rows + 1)
-    return {r: _block(module, f, r, blocking.vectors, prefetch=prefetch, name=name) for r in rows}
+    return {
+        r: _block(module, f, blocking, r, blocking.vectors, prefetch=prefetch, name=name)
+        for r in range(1, blocking.rows + 1)
+    }
 
 
 def _block(
     module: ir.Module,
     f: Format,
+    blocking: Blocking,
     rows: int,
     vectors: int,
     *,
@@ -173,7 +178,8 @@ def _block(
 ) -> ir.Function:
     """block(*Operands): `rows` rows times 16 * `vectors` outputs, two vectors to a panel."""
     name = f"{name}_{rows}_{vectors}"
-    span = _span(module, f, rows, vectors, prefetch=prefetch, name=f"{name}_span")
+    lookup = rows <= blocking.lookup_rows
+    span = _span(module, f, rows, vectors, prefetch=prefetch, lookup=lookup, name=f"{name}_span")
     e = new_function(module, name, len(Operands._fields), private=True)
     a = Operands(*e.args)
     groups_per_span = SPAN // f.group
@@ -192,7 +198,14 @@ def _block(
 
 
 def _span(
-    module: ir.Module, f: Format, rows: int, vectors: int, *, prefetch: bool, name: str
+    module: ir.Module,
+    f: Format,
+    rows: int,
+    vectors: int,
+    *,
+    prefetch: bool,
+    lookup: bool,
+    name: str,
 ) -> ir.Function:
     """span(*Operands): y += one chain per output over some groups."""
     e = new_function(module, name, len(Operands._fields), private=True)
@@ -211,7 +224,7 @@ def _span(
                 for slot, weight in zip(sums[r], weights, strict=True):
                     e.set(slot, e.fma(value, weight, e.get(slot)))
 
-        emit_group(e, f, bases, add_products)
+        emit_group(e, f, bases, add_products, lookup=lookup)
     for r in range(rows):
         targets = _vectors(e, e.address(a.y, e.times(a.ldy, r)), a.y_panel_stride, vectors)
         for target, slot in zip(targets, sums[r], strict=True):
