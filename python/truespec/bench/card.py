@@ -63,7 +63,7 @@ def plot(figures: Mapping[str, Figures], path: Path) -> None:
         left.bar(places, [counts.mean for counts in table.values()], width, label=name)
         left.set_xticks(range(len(table)), list(table))
     left.set_ylabel("accepted length, T = 0")
-    left.legend()
+    left.legend(loc="lower center", ncols=len(drafted), fontsize="small", framealpha=0.9)
     for name, one in figures.items():
         batches = sorted(one.tokens_per_second)
         right.plot(batches, [one.speed(b) for b in batches], marker="o", label=name)
