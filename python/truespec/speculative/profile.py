@@ -14,6 +14,7 @@ from truespec.speculative.planner import CostTable, StepCosts
 
 ROW_SIZES = (1, 2, 4, 8, 16, 32)
 BLOCK_SIZES = (1, 4, 16)
+TYPICAL_DRAFTS = 3  # of a block: more are seldom worth verifying
 PROMPT = 3  # tokens of a made-up request: little to prefill
 BUDGET_SECONDS = 1.0  # per table, after its first two sizes
 ROUNDS, REPEATS = 3, 3  # the fastest counts: everything else is noise
@@ -53,7 +54,7 @@ def _step_seconds(worker: SpecWorker, count: int, *, drafts: bool) -> float | No
         return None
     prefill = Batch([ReqChunk(req, 0, PROMPT - 1, samples=False, max_drafts=0) for req in reqs])
     worker.step(prefill)
-    num_drafts = worker.num_drafts if drafts else 0
+    num_drafts = min(worker.num_drafts, TYPICAL_DRAFTS) if drafts else 0
     decode = Batch([ReqChunk(req, PROMPT - 1, 1, True, num_drafts) for req in reqs])
     work = worker.plan_and_draft if drafts else worker.step
     best = min(_seconds(lambda: work(decode)) for _ in range(REPEATS))
