@@ -1,5 +1,6 @@
 """What training EAGLE-3 and MTP drafters has in common: batches, loss, figures, and the data."""
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Generic, TypeVar
@@ -40,7 +41,7 @@ def load_chain_data(
     return ChainData(data.target, data.draft_vocab(size), data.train, data.dev)
 
 
-class ChainTask(Generic[Model]):
+class ChainTask(ABC, Generic[Model]):
     """A batch is a function of (seed, index): resuming repeats nothing."""
 
     def __init__(
@@ -60,13 +61,13 @@ class ChainTask(Generic[Model]):
         self.embedding, self.draft_head = self.embedding.to(device), self.draft_head.to(device)
         self.draft_vocab = self.draft_vocab.to(device)
 
+    @abstractmethod
     def forward(self, batch: ChainBatch) -> list[Tensor]:
         """Post-norm hidden of every draft: per step [alive chains, H]."""
-        raise NotImplementedError
 
+    @abstractmethod
     def export(self, path: Path) -> None:
         """Write the checkpoint as a directory that appears at `path` only when complete."""
-        raise NotImplementedError
 
     def loss(self, batch_index: int, progress: float) -> tuple[Tensor, dict[str, float]]:
         """Loss of one batch, and its metrics."""

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.autograd.function import FunctionCtx
 
 from .chains import ChainBatch
-from .dspark_model import Dims
+from .dspark_model import Dims, Mlp
 
 KeysValues = tuple[Tensor, Tensor]  # [n, kv, hd] bf16 each, keys rotated
 
@@ -110,7 +110,7 @@ class DraftLayer(nn.Module):
         self.input_layernorm = nn.RMSNorm(dims.hidden, dims.eps)
         self.self_attn = _Attention(dims, num_kv_heads, attention_input)
         self.post_attention_layernorm = nn.RMSNorm(dims.hidden, dims.eps)
-        self.mlp = _Mlp(dims)
+        self.mlp = Mlp(dims)
 
     def cast(self) -> "CastLayer":
         """bf16 weights for one batch."""
@@ -163,14 +163,6 @@ class _Attention(nn.Module):
         self.k_proj = nn.Linear(width, kv, bias=False)
         self.v_proj = nn.Linear(width, kv, bias=False)
         self.o_proj = nn.Linear(inner, dims.hidden, bias=False)
-
-
-class _Mlp(nn.Module):
-    def __init__(self, dims: Dims) -> None:
-        super().__init__()
-        self.gate_proj = nn.Linear(dims.hidden, dims.intermediate, bias=False)
-        self.up_proj = nn.Linear(dims.hidden, dims.intermediate, bias=False)
-        self.down_proj = nn.Linear(dims.intermediate, dims.hidden, bias=False)
 
 
 class _Rotate(torch.autograd.Function):

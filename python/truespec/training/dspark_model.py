@@ -174,7 +174,7 @@ class _Layer(nn.Module):
         self.input_layernorm = RMSNorm(dims.hidden, dims.eps)
         self.self_attn = _Attention(dims, num_kv_heads)
         self.post_attention_layernorm = RMSNorm(dims.hidden, dims.eps)
-        self.mlp = _Mlp(dims)
+        self.mlp = Mlp(dims)
 
     def forward(
         self, x: Tensor, context: Tensor, block_rope: Rope, context_rope: Rope, bias: Tensor
@@ -220,7 +220,9 @@ class _Attention(nn.Module):
         return x if self.groups == 1 else x.repeat_interleave(self.groups, dim=-2)
 
 
-class _Mlp(nn.Module):
+class Mlp(nn.Module):
+    """The gated MLP of a Llama block."""
+
     def __init__(self, dims: Dims) -> None:
         super().__init__()
         self.gate_proj = nn.Linear(dims.hidden, dims.intermediate, bias=False)
