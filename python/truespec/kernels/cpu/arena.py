@@ -31,8 +31,12 @@ class Arena:
 
 
 def _map_region(num_bytes: int) -> Tensor:
-    """Fresh zeroed memory, on huge pages if the system allows."""
-    region = mmap.mmap(-1, num_bytes)
-    if hasattr(mmap, "MADV_HUGEPAGE"):
-        region.madvise(mmap.MADV_HUGEPAGE)
+    """Fresh zeroed memory, on huge pages if the system allows.
+
+    NOTE: huge pages are for private memory only; Python maps shared memory unless told.
+    """
+    if not hasattr(mmap, "MADV_HUGEPAGE"):
+        return torch.zeros(num_bytes, dtype=torch.uint8)
+    region = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    region.madvise(mmap.MADV_HUGEPAGE)
     return torch.from_numpy(np.frombuffer(region, dtype=np.uint8))
