@@ -8,7 +8,7 @@ draft of a fresh engine that is given the same tokens as its prompt. So whatever
 from __future__ import annotations
 
 import random
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import pytest
 from drafters import DRAFTERS, drafter_engine
@@ -17,7 +17,9 @@ from harness import VOCAB_SIZE, Engine, Job
 from truespec.batch import Batch
 from truespec.message import Abort, Submit
 from truespec.params import SamplingParams
+from truespec.speculative import drafter_worker
 from truespec.speculative.contract import Draft
+from truespec.speculative.planner import Planner
 
 CACHED = [name for name in DRAFTERS if name not in ("ngram", "dspark threshold")]
 PARAMS = SamplingParams(temperature=0.7, seed=3, max_tokens=16, ignore_eos=True)
@@ -40,7 +42,7 @@ class Logger:
         sampling = [chunk for chunk in batch.chunks if chunk.samples]
         cu = draft.cu_rows.tolist()
         for chunk, begin, end in zip(sampling, cu, cu[1:], strict=False):
-            if chunk.max_drafts:
+            if self.engine.worker.planned_drafts(chunk):
                 parents = [p - begin for p in draft.parents[begin + 1 : end].tolist()]
                 self.drafts[tuple(chunk.req.token_ids)] = (
                     draft.token_ids[begin + 1 : end].tolist(),
@@ -83,6 +85,21 @@ def fresh(name: str) -> Logger:
     return Logger(drafter_engine(name, FAMILY, prefix=False))
 
 
+@dataclass(slots=True)
+class Pausing(Planner):
+    """Drafts for one request after the other, with steps without drafts in between."""
+
+    pause: int = 1
+    calls: int = 0
+
+    def counts(self, rids: list[str], caps: list[int], other_rows: int) -> list[int]:
+        self.calls += 1
+        turn, rest = divmod(self.calls, self.pause + 1)
+        return [
+            cap if rest == 0 and index == turn % len(caps) else 0 for index, cap in enumerate(caps)
+        ]
+
+
 def _check(logger: Logger, fresh: Logger, *, at_least: int) -> None:
     assert len(logger.drafts) >= at_least, "the scenario did not draft"
     for tokens, drafted in logger.drafts.items():
@@ -96,6 +113,20 @@ def test_refused_drafts_and_chunks_leave_no_trace(name: str, fresh: Logger) -> N
     counts = [result.acceptance for result in logger.engine.run(jobs)]
     assert 0 < sum(c.num_accepted for c in counts) < sum(c.num_drafts for c in counts)
     _check(logger, fresh, at_least=6)
+
+
+@pytest.mark.parametrize("pause", [1, 4])
+def test_positions_that_waited_draft_as_if_they_had_not(
+    name: str, fresh: Logger, pause: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Three requests draft in some steps only; with room for few positions, or for all."""
+    monkeypatch.setattr(drafter_worker, "MAX_HELD", 2 + pause)
+    logger = Logger(drafter_engine(name, FAMILY, chunk=7))
+    worker = logger.engine.worker
+    worker.planner = Pausing(worker.num_drafts, costs=None, pause=pause)
+    jobs = [Job(ids, PARAMS, arrival=2 * i) for i, ids in enumerate(_prompts(3, 18, 0))]
+    logger.engine.run(jobs)
+    _check(logger, fresh, at_least=3)
 
 
 @pytest.mark.parametrize("speculative", [True, False])

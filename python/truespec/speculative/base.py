@@ -189,10 +189,6 @@ class SpecWorker(Worker):
         cap, asked = min(chunk.max_drafts, self.num_drafts), chunk.req.params.num_draft_tokens
         return cap if asked is None else min(cap, asked)
 
-    def will_draft(self, chunk: ReqChunk) -> bool:
-        """The request got drafts in this step, as far as the plan went."""
-        return self._planned.get(chunk.req.rid, 0) > 0
-
     def planned_drafts(self, chunk: ReqChunk) -> int:
         """Drafts to make for a sampling chunk in this step: of the most, what is worth its cost."""
         return self._planned[chunk.req.rid]

@@ -15,18 +15,16 @@ from torch import Tensor
 
 from truespec.batch import ReqChunk
 from truespec.config import EngineConfig
-from truespec.core import Req
 from truespec.kernels.api import AttentionRows
 from truespec.kvcache import LayerSpec
 from truespec.layers.sampler import SamplingRows
 from truespec.models.drafters.block import BlockDrafter, load_block_drafter
 from truespec.models.llama import CausalLM
-from truespec.speculative.base import EngineParts, StepState, WorkerPlan
+from truespec.speculative.backlog import FreshRows
+from truespec.speculative.base import EngineParts, WorkerPlan
 from truespec.speculative.chains import ChainDrafts, draft_of_chains
 from truespec.speculative.contract import Draft
 from truespec.speculative.drafter_worker import DrafterWorker, Drafting
-
-MAX_PUT_OFF = 64  # positions per request whose features wait
 
 
 class BlockWorker(DrafterWorker):
@@ -39,7 +37,6 @@ class BlockWorker(DrafterWorker):
         self.drafter = drafter
         self.capture = drafter.config.target_layer_ids
         self.planner.trims = drafter.confidence is not None and not self.is_rejection
-        self._put_off: dict[str, list[Tensor]] = {}  # request -> features [m * H] of last positions
 
     @classmethod
     def plan(cls, config: EngineConfig, target: CausalLM, path: Path | None) -> WorkerPlan:
@@ -87,7 +84,6 @@ class BlockWorker(DrafterWorker):
         )
 
     def make_drafts(self, drafting: Drafting) -> Draft:
-        self._inject_put_off(drafting.reqs)
         anchors = torch.tensor([req.last_token_id for req in drafting.reqs])
         hidden = self.drafter.hidden(anchors, self._block_rows(drafting.chunks), self.draft_kv)
         first = 1 if self.drafter.config.skip_first_row else 0
@@ -96,61 +92,19 @@ class BlockWorker(DrafterWorker):
         lengths = self.lengths(drafting.counts, drafts, drafting.other_rows)
         return draft_of_chains(drafting.batch, drafting.places, lengths, drafts)
 
-    def extend(self, state: StepState) -> None:
-        """Inject at once where drafts were made and for prompts; put single tokens off.
-
-        What is put off is injected in one go before the next draft of its request, or before its
-        pages are shared: steps that do not draft cost what plain decoding costs.
-        """
-        features, done = state.output.features, state.committed
-        assert features is not None, "a block drafter captures target layers"
-        chunks = state.batch.chunks
-        full = [c.req for c in chunks if len(self._put_off.get(c.req.rid, ())) >= MAX_PUT_OFF]
-        self._inject_put_off(full)
-        late = np.array([c.samples and c.num_rows == 1 and not self.will_draft(c) for c in chunks])
-        is_late = late[done.row_to_req.numpy()]
-        for row, chunk in zip(
-            done.rows[torch.from_numpy(is_late)].tolist(),
-            [chunks[i] for i in np.flatnonzero(late)],
-            strict=True,
-        ):
-            self._put_off.setdefault(chunk.req.rid, []).append(features[row])
-        if not is_late.all():
-            now = torch.from_numpy(~is_late)
-            rows, positions, slots = done.rows[now], done.positions[now], done.slots[now]
-            self.drafter.inject(features[rows], positions, slots, self.draft_kv)
-
-    def settle(self, req: Req) -> None:
-        self._inject_put_off([req])
-
-    def forget(self, req: Req) -> None:
-        super().forget(req)
-        self._put_off.pop(req.rid, None)
-
-    def describe(self) -> dict[str, object]:
-        size = {"block_size": self.drafter.config.block_size}
-        return super().describe() | size | {"target_layer_ids": list(self.capture)}
-
-    def _inject_put_off(self, reqs: list[Req]) -> None:
-        """Inject the last positions of requests whose features wait."""
-        waiting = [(req, self._put_off.pop(req.rid)) for req in reqs if req.rid in self._put_off]
-        if not waiting:
-            return
-        counts = [len(features) for _, features in waiting]
-        positions = np.concatenate(
-            [
-                np.arange(req.num_computed - n, req.num_computed)
-                for (req, _), n in zip(waiting, counts, strict=True)
-            ]
-        )
-        row_to_req = np.repeat(np.arange(len(waiting)), counts)
-        slots, _ = self.cache.slots([req for req, _ in waiting], row_to_req, positions)
+    def extend_rows(self, fresh: FreshRows) -> None:
+        positions = fresh.positions
+        slots, _ = self.cache.slots(fresh.reqs, fresh.row_to_req, positions)
         self.drafter.inject(
-            torch.stack([row for _, features in waiting for row in features]),
+            fresh.source,
             torch.from_numpy(positions.astype(np.int32)),
             torch.from_numpy(slots),
             self.draft_kv,
         )
+
+    def describe(self) -> dict[str, object]:
+        size = {"block_size": self.drafter.config.block_size}
+        return super().describe() | size | {"target_layer_ids": list(self.capture)}
 
     def _block_rows(self, chunks: list[ReqChunk]) -> AttentionRows:
         """One block per chunk: G positions from the anchor's on, each seeing all of them."""

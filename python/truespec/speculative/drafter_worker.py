@@ -1,18 +1,27 @@
-"""What all workers with draft weights share: which requests to draft for, and the draft cache."""
+"""What all workers with draft weights share: which requests to draft for, and the draft cache.
+
+Prompt rows extend the draft cache at once. Rows of decoding requests wait until their request is
+drafted for or its pages are shared, so that steps without drafts cost what plain decoding costs.
+"""
 
 from __future__ import annotations
 
 from abc import abstractmethod
 from typing import NamedTuple
 
+import numpy as np
+import torch
 from torch import Tensor
 
 from truespec.batch import Batch, ReqChunk
 from truespec.core import Req
 from truespec.kernels.api import KVBuffers
-from truespec.speculative.base import EngineParts, SpecWorker, WorkerPlan, chain_draft
+from truespec.speculative.backlog import Backlog, FreshRows
+from truespec.speculative.base import EngineParts, SpecWorker, StepState, WorkerPlan, chain_draft
 from truespec.speculative.chains import DraftSampler
 from truespec.speculative.contract import Draft
+
+MAX_HELD = 64  # positions per request that wait
 
 
 class Drafting(NamedTuple):
@@ -41,16 +50,33 @@ class Drafting(NamedTuple):
 
 
 class DrafterWorker(SpecWorker):
-    """A worker whose drafts come from a model; subclasses fill in `make_drafts` and `extend`."""
+    """A worker whose drafts come from a model; subclasses fill in two methods."""
 
     def __init__(self, parts: EngineParts, plan: WorkerPlan, target_ids: Tensor | None) -> None:
         """`target_ids`: see `DraftSampler`."""
         super().__init__(parts, plan)
         self.sampler = DraftSampler(self.info.vocab_size, target_ids, self.is_rejection)
+        self.backlog = Backlog(self.cache)
 
     @abstractmethod
     def make_drafts(self, drafting: Drafting) -> Draft:
-        """Roots of all sampling chunks, and drafts of those that get some."""
+        """Roots of all sampling chunks, and drafts of those that get some.
+
+        The draft cache of these is complete up to their roots.
+        """
+
+    @abstractmethod
+    def extend_rows(self, fresh: FreshRows) -> None:
+        """Fill the draft KV of positions that follow what their requests have."""
+
+    @property
+    def draft_kv(self) -> KVBuffers:
+        """K/V of the draft layers."""
+        assert self.runner.pool.draft is not None, "the pool has no draft layers"
+        return self.runner.pool.draft
+
+    def most_drafts(self, chunk: ReqChunk) -> int:
+        return 0 if self.backlog.has_gap(chunk.req) else super().most_drafts(chunk)
 
     def draft(self, batch: Batch) -> Draft:
         chunks = [chunk for chunk in batch.chunks if chunk.samples]
@@ -58,12 +84,76 @@ class DrafterWorker(SpecWorker):
         places = [place for place, count in enumerate(counts) if count]
         if not places:
             return chain_draft(batch, [[] for _ in chunks], [[] for _ in chunks])
-        return self.make_drafts(
-            Drafting(batch, places, [chunks[p] for p in places], [counts[p] for p in places])
-        )
+        drafting = Drafting(batch, places, [chunks[p] for p in places], [counts[p] for p in places])
+        self.catch_up(drafting.reqs)
+        return self.make_drafts(drafting)
 
-    @property
-    def draft_kv(self) -> KVBuffers:
-        """K/V of the draft layers."""
-        assert self.runner.pool.draft is not None, "the pool has no draft layers"
-        return self.runner.pool.draft
+    def extend(self, state: StepState) -> None:
+        """Hold the rows of decoding requests and extend by all others, but by none after a gap."""
+        chunks = state.batch.chunks
+        counts = torch.bincount(state.committed.row_to_req, minlength=len(chunks)).tolist()
+        late, now = [], []
+        for index, chunk in enumerate(chunks):
+            if self.backlog.has_gap(chunk.req):
+                self.backlog.leave_out(chunk.req, chunk.start, chunk.start + counts[index])
+            elif chunk.samples and chunk.num_rows == 1 and chunk.req.output_ids:
+                late.append(index)
+            else:
+                now.append(index)
+        if late:
+            self._hold(state, late, counts)
+        if now:
+            self._extend_now(state, now, counts)
+
+    def settle(self, req: Req) -> None:
+        self.catch_up([req])
+
+    def forget(self, req: Req) -> None:
+        super().forget(req)
+        self.backlog.forget(req)
+
+    def catch_up(self, reqs: list[Req]) -> None:
+        """Extend by all that waits for some requests."""
+        fresh = self.backlog.take(reqs)
+        if fresh is not None:
+            self.extend_rows(fresh)
+
+    def _hold(self, state: StepState, late: list[int], counts: list[int]) -> None:
+        """Let the rows of some chunks wait; who has too many of them catches up first."""
+        chunks = [state.batch.chunks[index] for index in late]
+        self.catch_up([c.req for c in chunks if self.backlog.size(c.req) >= MAX_HELD])
+        source, row = self._read(state, late, counts), 0
+        for chunk, index in zip(chunks, late, strict=True):
+            self.backlog.hold(chunk.req, chunk.start, source, range(row, row + counts[index]))
+            row += counts[index]
+
+    def _extend_now(self, state: StepState, now: list[int], counts: list[int]) -> None:
+        chunks = [state.batch.chunks[index] for index in now]
+        fresh = FreshRows(
+            [chunk.req for chunk in chunks],
+            np.array([chunk.start for chunk in chunks]),
+            np.array([counts[index] for index in now]),
+            self._read(state, now, counts),
+            [_emitted(state, index) for index in now],
+        )
+        self.backlog.fill(fresh)
+        self.extend_rows(fresh)
+
+    def _read(self, state: StepState, chosen: list[int], counts: list[int]) -> Tensor:
+        """What the drafter reads of the target at the committed rows of some chunks."""
+        source = state.output.features if self.capture else state.output.hidden
+        assert source is not None, "the target's layers are captured"
+        if sum(counts[index] for index in chosen) == len(source):
+            return source
+        is_chosen = torch.zeros(len(counts), dtype=torch.bool)
+        is_chosen[chosen] = True
+        return source[state.committed.rows[is_chosen[state.committed.row_to_req]]]
+
+
+def _emitted(state: StepState, index: int) -> list[int]:
+    """Tokens that the step emits for a chunk."""
+    chunks = state.batch.chunks
+    if not chunks[index].samples:
+        return []
+    place = sum(chunk.samples for chunk in chunks[:index])
+    return state.verdict.token_ids[place, : int(state.verdict.num_tokens[place])].tolist()

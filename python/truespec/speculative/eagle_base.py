@@ -10,16 +10,15 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
-from truespec.batch import ReqChunk
+from truespec.batch import ModelOutput, ReqChunk
 from truespec.core import Req
 from truespec.kernels.api import AttentionRows
-from truespec.speculative.base import EngineParts, StepState, WorkerPlan
+from truespec.models.drafters.recurrent import RecurrentDrafter
+from truespec.speculative.backlog import FreshRows, Ints
+from truespec.speculative.base import EngineParts, WorkerPlan
 from truespec.speculative.drafter_worker import DrafterWorker
-
-Ints = NDArray[np.int64]
 
 
 class Carried(NamedTuple):
@@ -36,10 +35,10 @@ class Carried(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """Rows of a step in order, with all tokens that are known after it.
+    """Rows in order, request by request, with all tokens that are known.
 
     Attributes:
-        reqs: one per chunk.
+        reqs: bs of them.
         row_to_req: [n] index into `reqs`. positions: [n].
         hidden: [n, H] fp32 what the drafter reads at these positions.
         tokens: per request, its known tokens from its first row's position on.
@@ -89,24 +88,22 @@ class EagleBase(DrafterWorker):
         assert kept.end == chunk.start, f"states up to {kept.end}, the root is at {chunk.start}"
         return kept.hidden
 
-    def window(self, state: StepState, hidden: Tensor, num_before: int) -> Window:
-        """The committed rows of a step, behind up to `num_before` carried ones of each request.
+    def window(self, fresh: FreshRows, hidden: Tensor, num_before: int) -> Window:
+        """Fresh rows, behind up to `num_before` carried ones of each request.
 
         Args:
-            hidden: [n, H] of the committed rows.
+            hidden: [n, H] of the fresh rows.
         """
-        chunks, done = state.batch.chunks, state.committed
-        counts = torch.bincount(done.row_to_req, minlength=len(chunks)).tolist()
         parts, starts, tokens = [], [], []
-        emitted = _emitted(state)
-        for chunk, own, ids in zip(chunks, torch.split(hidden, counts), emitted, strict=True):
-            before = self._before(chunk, num_before)
+        own_rows = torch.split(hidden, fresh.lengths.tolist())
+        firsts = fresh.firsts.tolist()
+        for req, first, own, ids in zip(fresh.reqs, firsts, own_rows, fresh.emitted, strict=True):
+            before = self._before(req, first, num_before)
             parts += [before, own] if before is not None else [own]
-            starts.append(chunk.start - (0 if before is None else len(before)))
-            tokens.append(known_from(chunk.req, starts[-1]) + ids)
-        firsts = np.array(starts)
-        lengths = np.array([c.start for c in chunks]) - firsts + np.array(counts)
-        return make_window([c.req for c in chunks], firsts, lengths, torch.cat(parts), tokens)
+            starts.append(first - (0 if before is None else len(before)))
+            tokens.append(known_from(req, starts[-1]) + ids)
+        lengths = fresh.firsts - np.array(starts) + fresh.lengths
+        return make_window(fresh.reqs, np.array(starts), lengths, torch.cat(parts), tokens)
 
     def causal_rows(self, reqs: list[Req], row_to_req: Ints, positions: Ints) -> AttentionRows:
         """Rows at their own positions, each seeing all before it."""
@@ -119,10 +116,10 @@ class EagleBase(DrafterWorker):
             kv_lens=torch.from_numpy((positions + 1).astype(np.int32)),
         )
 
-    def _before(self, chunk: ReqChunk, count: int) -> Tensor | None:
-        """Carried states that end where the chunk starts; none right after a prefix hit."""
-        kept = self.carried.get(chunk.req.rid)
-        if count == 0 or kept is None or kept.end != chunk.start:
+    def _before(self, req: Req, end: int, count: int) -> Tensor | None:
+        """Carried states that end where the fresh rows begin; none right after a prefix hit."""
+        kept = self.carried.get(req.rid)
+        if count == 0 or kept is None or kept.end != end:
             return None
         return kept.hidden[-count:]
 
@@ -142,12 +139,7 @@ def known_from(req: Req, first: int) -> list[int]:
     return req.prompt_ids[first:] + req.output_ids[max(0, first - num_prompt) :]
 
 
-def _emitted(state: StepState) -> list[list[int]]:
-    """Tokens that the step emits, per chunk."""
-    ids, counts = state.verdict.token_ids.tolist(), state.verdict.num_tokens.tolist()
-    rows = iter(zip(ids, counts, strict=True))
-    found: list[list[int]] = []
-    for chunk in state.batch.chunks:
-        row, count = next(rows) if chunk.samples else ([], 0)
-        found.append(row[:count])
-    return found
+def read(drafter: RecurrentDrafter, fresh: FreshRows) -> Tensor:
+    """[n, H] what a drafter makes of the target's states at the fresh rows."""
+    output = ModelOutput(hidden=fresh.source, features=fresh.source if drafter.capture else None)
+    return drafter.inputs(output, torch.arange(len(fresh.source)))

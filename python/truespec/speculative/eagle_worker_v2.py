@@ -21,11 +21,12 @@ from truespec.models.drafters.eagle import Eagle3Drafter, load_eagle
 from truespec.models.drafters.mtp import load_mtp
 from truespec.models.drafters.recurrent import RecurrentDrafter
 from truespec.models.llama import CausalLM
-from truespec.speculative.base import EngineParts, StepState, WorkerPlan
+from truespec.speculative.backlog import FreshRows, Ints
+from truespec.speculative.base import EngineParts, WorkerPlan
 from truespec.speculative.chains import draft_of_chains, stack_steps
 from truespec.speculative.contract import Draft
 from truespec.speculative.drafter_worker import Drafting
-from truespec.speculative.eagle_base import Carried, EagleBase, Ints
+from truespec.speculative.eagle_base import Carried, EagleBase, read
 from truespec.speculative.tree import TreePool, draft_of_trees
 
 DEFAULT_NUM_STEPS = 5
@@ -91,9 +92,8 @@ class EagleWorker(EagleBase):
         kept = pool.select(counts, self.shape.num_drafts)
         return draft_of_trees(drafting.batch, drafting.places, pool, kept)
 
-    def extend(self, state: StepState) -> None:
-        hidden = self.drafter.inputs(state.output, state.committed.rows)
-        window = self.window(state, hidden, num_before=0)
+    def extend_rows(self, fresh: FreshRows) -> None:
+        window = self.window(fresh, read(self.drafter, fresh), num_before=0)
         rows = window.known(1)
         placed = self.causal_rows(window.reqs, window.row_to_req[rows], window.positions[rows])
         carried = self.drafter.forward(

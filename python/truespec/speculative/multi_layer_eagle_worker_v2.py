@@ -17,11 +17,19 @@ from truespec.kernels.api import KVBuffers
 from truespec.kvcache import LayerSpec
 from truespec.models.drafters.mtp import MtpHeads, load_mtp
 from truespec.models.llama import CausalLM
-from truespec.speculative.base import EngineParts, StepState, WorkerPlan
+from truespec.speculative.backlog import FreshRows
+from truespec.speculative.base import EngineParts, WorkerPlan
 from truespec.speculative.chains import draft_of_chains, stack_steps
 from truespec.speculative.contract import Draft
 from truespec.speculative.drafter_worker import Drafting
-from truespec.speculative.eagle_base import Carried, EagleBase, Window, known_from, make_window
+from truespec.speculative.eagle_base import (
+    Carried,
+    EagleBase,
+    Window,
+    known_from,
+    make_window,
+    read,
+)
 
 
 class MultiLayerEagleWorker(EagleBase):
@@ -71,9 +79,8 @@ class MultiLayerEagleWorker(EagleBase):
                 hidden = out
         return draft_of_chains(drafting.batch, drafting.places, drafting.counts, stack_steps(steps))
 
-    def extend(self, state: StepState) -> None:
-        read = self.heads[0].inputs(state.output, state.committed.rows)
-        window = self.window(state, read, num_before=len(self.heads) - 1)
+    def extend_rows(self, fresh: FreshRows) -> None:
+        window = self.window(fresh, read(self.heads[0], fresh), num_before=len(self.heads) - 1)
         hidden = window.hidden
         for step, head in enumerate(self.heads):
             rows = window.known(1 + step)

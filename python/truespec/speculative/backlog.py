@@ -1,0 +1,134 @@
+"""What the draft cache lacks: positions that wait to be filled, and pages that never will be.
+
+Knows target rows and pages; knows no drafter.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from truespec.core import Req
+from truespec.kvcache import KVCache
+
+Ints = NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class FreshRows:
+    """Consecutive positions of each request that the draft cache is to be extended by.
+
+    Attributes:
+        reqs: bs of them.
+        firsts: [bs] first position of each. lengths: [bs] its positions.
+        source: [n, W] fp32 what the drafter reads of the target at these positions: the captured
+            features, or the final hidden states where it captures nothing.
+        emitted: tokens of each request that it does not hold yet.
+    """
+
+    reqs: list[Req]
+    firsts: Ints
+    lengths: Ints
+    source: Tensor
+    emitted: list[list[int]]
+
+    @property
+    def row_to_req(self) -> Ints:
+        """[n] index into `reqs`."""
+        row_to_req: Ints = np.repeat(np.arange(len(self.reqs)), self.lengths)
+        return row_to_req
+
+    @property
+    def positions(self) -> Ints:
+        """[n]."""
+        starts = np.cumsum(self.lengths) - self.lengths
+        offsets: Ints = np.repeat(self.firsts - starts, self.lengths)
+        return offsets + np.arange(len(offsets))
+
+
+@dataclass(slots=True)
+class Backlog:
+    """Target rows of decoding requests, kept until they are needed.
+
+    Attributes:
+        cache: tells which pages a request has.
+    """
+
+    cache: KVCache
+    _rows: dict[str, list[tuple[Tensor, int]]] = field(default_factory=dict)
+    _firsts: dict[str, int] = field(default_factory=dict)
+    _has_gap: dict[str, bool] = field(default_factory=dict)
+    _is_filled: bytearray = field(default_factory=bytearray)  # by page: no position was left out
+
+    def __post_init__(self) -> None:
+        self._is_filled = bytearray(self.cache.num_pages)
+
+    def size(self, req: Req) -> int:
+        """Positions that wait."""
+        return len(self._rows.get(req.rid, ()))
+
+    def hold(self, req: Req, first: int, source: Tensor, rows: range) -> None:
+        """Keep `rows` of `source` for the positions from `first` on."""
+        if req.rid not in self._rows:
+            self._rows[req.rid], self._firsts[req.rid] = [], first
+        self._rows[req.rid] += [(source, row) for row in rows]
+
+    def take(self, reqs: list[Req]) -> FreshRows | None:
+        """All that waits for some requests; it counts as filled from now on."""
+        reqs = [req for req in reqs if req.rid in self._rows]
+        if not reqs:
+            return None
+        held = [self._rows.pop(req.rid) for req in reqs]
+        firsts = [self._firsts.pop(req.rid) for req in reqs]
+        fresh = FreshRows(
+            reqs,
+            np.array(firsts),
+            np.array([len(rows) for rows in held]),
+            torch.stack([source[row] for rows in held for source, row in rows]),
+            [[] for _ in reqs],
+        )
+        self.fill(fresh)
+        return fresh
+
+    def fill(self, fresh: FreshRows) -> None:
+        """These positions get their draft KV."""
+        for req, first, length in zip(
+            fresh.reqs, fresh.firsts.tolist(), fresh.lengths.tolist(), strict=True
+        ):
+            size = self.cache.page_size
+            # NOTE: a page that is entered in its middle stays what it was.
+            for page in req.pages[-(-first // size) : -(-(first + length) // size)]:
+                self._is_filled[page] = 1
+
+    def leave_out(self, req: Req, first: int, end: int) -> None:
+        """Positions first .. end - 1 never get draft KV, so the request is not drafted for."""
+        self._has_gap[req.rid] = True
+        size = self.cache.page_size
+        for page in req.pages[first // size : -(-end // size)]:
+            self._is_filled[page] = 0
+
+    def drop(self, req: Req) -> None:
+        """Leave out all that waits."""
+        if req.rid in self._rows:
+            first = self._firsts.pop(req.rid)
+            self.leave_out(req, first, first + len(self._rows.pop(req.rid)))
+
+    def has_gap(self, req: Req) -> bool:
+        """Some position before those that wait has no draft KV."""
+        if req.rid in self._has_gap:
+            return self._has_gap[req.rid]
+        num_pages = -(-req.num_computed // self.cache.page_size)
+        found = not all(self._is_filled[page] for page in req.pages[:num_pages])
+        # NOTE: until its first token a request's pages may yet be replaced by cached ones.
+        if req.output_ids:
+            self._has_gap[req.rid] = found
+        return found
+
+    def forget(self, req: Req) -> None:
+        """The request left its pages."""
+        for known in (self._rows, self._firsts, self._has_gap):
+            known.pop(req.rid, None)
