@@ -100,6 +100,17 @@ class Pausing(Planner):
         ]
 
 
+class Idle(Planner):
+    """Finds no drafts worth their cost."""
+
+    @property
+    def pays(self) -> bool:
+        return False
+
+    def counts(self, rids: list[str], caps: list[int], other_rows: int) -> list[int]:
+        return [0] * len(caps)
+
+
 def _check(logger: Logger, fresh: Logger, *, at_least: int) -> None:
     assert len(logger.drafts) >= at_least, "the scenario did not draft"
     for tokens, drafted in logger.drafts.items():
@@ -172,4 +183,40 @@ def test_a_retracted_request_drafts_as_before(name: str, fresh: Logger) -> None:
     while scheduler.has_work:
         scheduler.step()
     scheduler.check_idle()
+    _check(logger, fresh, at_least=1)
+
+
+def test_what_is_not_worth_keeping_up_is_never_drafted_on(name: str, fresh: Logger) -> None:
+    """A conversation goes on after an answer that was not drafted for, beside a new request."""
+    logger = Logger(drafter_engine(name, FAMILY))
+    worker = logger.engine.worker
+    first, other = _prompts(2, 40, 0)
+    worker.planner = Idle(worker.num_drafts, costs=None)
+    (answer,) = logger.engine.run([Job(first, replace(PARAMS, max_tokens=24))])
+    worker.planner = Planner(worker.num_drafts, costs=None)
+    follow_up = (*first, *answer.token_ids, 5, 6, 7)
+    again, new = logger.engine.run([Job(follow_up, PARAMS), Job(other, PARAMS)])
+    assert again.num_cached_tokens == 48
+    assert again.acceptance.num_drafts == 0 < new.acceptance.num_drafts
+    assert not any(tokens[: len(first)] == first for tokens in logger.drafts)
+    _check(logger, fresh, at_least=1)
+
+
+def test_a_request_that_waited_too_long_for_drafts_gets_none(
+    name: str, fresh: Logger, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(drafter_worker, "MAX_HELD", 6)
+    logger = Logger(drafter_engine(name, FAMILY))
+    worker, scheduler = logger.engine.worker, logger.engine.scheduler
+    first, other = _prompts(2, 20, 0)
+    worker.planner = Idle(worker.num_drafts, costs=None)
+    scheduler.submit(Submit("a", list(first), PARAMS))
+    for _ in range(9):
+        scheduler.step()
+    worker.planner = Planner(worker.num_drafts, costs=None)
+    scheduler.submit(Submit("b", list(other), PARAMS))
+    while scheduler.has_work:
+        scheduler.step()
+    scheduler.check_idle()
+    assert not any(tokens[: len(first)] == first for tokens in logger.drafts)
     _check(logger, fresh, at_least=1)

@@ -28,7 +28,7 @@ from harness import (
 from oracle import erring, guessing, numbered, oracle_engine, perfect, wrong
 from self_drafter import self_drafting_engine
 
-from truespec.speculative.planner import CostTable, StepCosts
+from truespec.speculative.costs import CostTable, DraftCosts, StepCosts
 
 MAX_TOKENS = 24
 PROMPTS = make_prompts(12)
@@ -155,10 +155,10 @@ def test_no_setting_of_the_engine_shows_in_what_a_drafter_returns(name: str) -> 
 def test_draft_lengths_that_follow_costs_change_nothing(name: str) -> None:
     """Rows above four cost so much that most drafts are left out; drafting itself is free."""
     engine = drafter_engine(name, "llama")
-    costs = StepCosts(rows=CostTable([1, 4, 8, 32], [1.0, 1.1, 2.5, 9.0]), blocks=CostTable([], []))
+    rows = CostTable([1, 4, 8, 32], [1.0, 1.1, 2.5, 9.0])
+    costs = StepCosts(rows, DraftCosts([1], [CostTable([], [])]))
     free = total(engine.run(JOBS[:12]))
-    engine.worker.planner.costs = costs
-    engine.worker.planner.acceptance = [0.9] * engine.worker.num_drafts  # as if all went well
+    engine.worker.planner = replace(engine.worker.planner, costs=costs)  # knows nothing yet
     results = engine.run(JOBS[:12])
     expect_plain("llama", JOBS[:12], results)
     assert 0 < total(results).num_drafts < free.num_drafts

@@ -1,30 +1,32 @@
 """Draft lengths from costs and acceptance."""
 
-from itertools import pairwise
+from truespec.speculative.costs import CostTable, DraftCosts, StepCosts
+from truespec.speculative.planner import PROBE_LENGTH, PROBE_SHARE, Planner
 
-from truespec.speculative.planner import PROBE_LENGTH, PROBE_STEPS, CostTable, Planner, StepCosts
+
+def table(points):
+    return CostTable([s for s, _ in points], [t for _, t in points])
 
 
-def planner(rows, blocks=((1, 0.001),), num_drafts=4, acceptance=0.8):
-    def table(points):
-        return CostTable([s for s, _ in points], [t for _, t in points])
-
-    made = Planner(num_drafts, StepCosts(table(rows), table(blocks)))
-    made.acceptance = [acceptance] * num_drafts
-    return made
+def planner(rows, drafts=((1, 0.001),), num_drafts=4, trims=False, is_whole=False):
+    """`drafts`: seconds by length, for any number of requests."""
+    lengths = DraftCosts([n for n, _ in drafts], [table([(1, t)]) for _, t in drafts])
+    return Planner(num_drafts, StepCosts(table(rows), lengths), trims, is_whole)
 
 
 def names(caps):
     return [f"r{i}" for i in range(len(caps))]
 
 
+def learn(made, rid, *, steps, num_made=4, num_verified=None, num_accepted):
+    for _ in range(steps):
+        verified = num_made if num_verified is None else num_verified
+        made.observe(rid, num_made, verified, num_accepted)
+
+
 FLAT = ((1, 0.010), (32, 0.011))  # more rows cost next to nothing
 STEEP = ((1, 0.010), (2, 0.020), (32, 0.320))  # every row costs as much as the first
-
-
-def test_cost_is_linear_between_points_and_beyond_them():
-    table = CostTable([1, 4, 8], [1.0, 4.0, 6.0])
-    assert [table.at(n) for n in (0, 1, 2, 4, 6, 8, 10)] == [0, 1, 2, 4, 5, 6, 7]
+MIDDLE = ((1, 0.010), (5, 0.018), (32, 0.080))
 
 
 def test_without_costs_everything_allowed_is_drafted():
@@ -37,62 +39,126 @@ def test_cheap_rows_are_all_drafted_and_dear_ones_not():
 
 
 def test_length_follows_acceptance():
-    middle = ((1, 0.010), (5, 0.018), (32, 0.080))
-    lengths = [
-        planner(middle, acceptance=a).counts(names([4]), [4], 0)[0] for a in (0.05, 0.5, 0.95)
-    ]
+    lengths = []
+    for accepted in (0, 1, 2, 4):
+        made = planner(MIDDLE)
+        learn(made, "r0", steps=40, num_accepted=accepted)
+        lengths.append(made.counts(["r0"], [4], 0)[0])
     assert lengths[0] == 0
     assert lengths == sorted(lengths)
     assert lengths[-1] == 4
 
 
-def test_what_does_not_pay_is_tried_again_now_and_then_and_rarer_each_time():
+def test_length_follows_what_drafting_costs_by_length():
+    learnt = []
+    for seconds in (0.001, 0.060):
+        made = planner(FLAT, drafts=((1, 0.001), (4, seconds)))
+        learn(made, "r0", steps=40, num_accepted=2)
+        learnt.append(made.counts(["r0"], [4], 0)[0])
+    assert learnt == [2, 1]
+
+
+def test_drafts_that_cannot_be_cut_come_whole_or_not_at_all():
+    made = planner(MIDDLE, is_whole=True)
+    learn(made, "r0", steps=40, num_accepted=2)
+    assert made.counts(["r0"], [4], 0) == [4]
+    learn(made, "r0", steps=40, num_accepted=0)
+    assert made.counts(["r0"], [4], 0) == [0]
+
+
+def test_only_requests_that_gain_by_drafts_get_some():
+    made = planner(MIDDLE, drafts=((1, 0.002), (4, 0.002)))
+    learn(made, "r0", steps=40, num_accepted=4)
+    learn(made, "r1", steps=40, num_accepted=0)
+    assert made.counts(["r0", "r1"], [4, 4], 0) == [4, 0]
+    assert made.counts(["r0", "r1"], [2, 4], 0) == [2, 0]
+
+
+def test_a_few_steps_tell_what_drafts_bring_to_a_request():
+    made = planner(MIDDLE)
+    learn(made, "old", steps=200, num_accepted=0)
+    assert made.counts(["new"], [4], 0) == [0]
+    learn(made, "new", steps=3, num_accepted=4)
+    assert made.counts(["new"], [4], 0) == [4]
+
+
+def test_a_new_request_starts_from_what_the_first_steps_of_others_brought():
+    made = planner(MIDDLE)
+    for index in range(20):
+        learn(made, f"r{index}", steps=4, num_accepted=0)
+    assert made.counts(["new"], [4], 0) == [0]
+    learn(made, "lucky", steps=400, num_accepted=4)
+    assert made.counts(["new"], [4], 0) == [0]
+
+
+def test_drafts_that_were_made_and_not_verified_bring_nothing():
+    """The worker trims to one draft, which is accepted: longer drafts have no use."""
+    made = planner(MIDDLE, drafts=((1, 0.001), (4, 0.003)), trims=True)
+    learn(made, "r0", steps=60, num_verified=1, num_accepted=1)
+    assert made.counts(["r0"], [4], 0) == [1]
+
+
+def test_trying_takes_a_small_share_of_the_time_without_drafts():
+    made = planner(STEEP, drafts=((1, 0.010), (4, 0.040)))
+    learn(made, "r0", steps=100, num_accepted=0)
+    spent = idle = 0.0
+    for _ in range(4000):
+        (count,) = made.counts(["r0"], [4], 0)
+        assert count in (0, PROBE_LENGTH)
+        rows = 1 + count
+        drafting = made.costs.drafts.at(1, count) if count else 0.0
+        made.learn_costs(num_rows=rows, seconds=rows * 0.01, counts=[count], draft_seconds=drafting)
+        spent += drafting + count * 0.01
+        idle += 0.01
+    assert 0.5 * PROBE_SHARE < spent / idle < 1.1 * PROBE_SHARE
+
+
+def test_the_request_of_which_least_is_known_is_tried():
     made = planner(STEEP)
-    drafted = [made.counts(names([4]), [4], 0) == [PROBE_LENGTH] for _ in range(PROBE_STEPS * 8)]
-    tries = [step for step, was in enumerate(drafted) if was]
-    gaps = [b - a for a, b in pairwise(tries)]
-    assert tries[0] == PROBE_STEPS
-    assert gaps == sorted(gaps)
-    assert len(set(gaps)) > 1
+    learn(made, "r0", steps=9, num_accepted=0)
+    learn(made, "r1", steps=8, num_accepted=0)
+    tried = []
+    for _ in range(3000):
+        counts = made.counts(["r0", "r1"], [4, 4], 0)
+        made.learn_costs(num_rows=2, seconds=0.02, counts=counts, draft_seconds=0.001)
+        for rid, count in zip(["r0", "r1"], counts, strict=True):
+            if count:
+                tried.append(rid)
+                made.observe(rid, count, count, 0)
+    assert tried[:3] in (["r1", "r0", "r1"], ["r1", "r1", "r0"])
+    assert len(tried) > 3
 
 
-def test_acceptance_is_learnt_by_position_and_only_where_it_was_seen():
-    made = planner(FLAT, acceptance=0.5)
-    for _ in range(200):
-        made.observe("a", num_drafts=4, num_accepted=1)
-    assert made.acceptance[0] > 0.99
-    assert made.acceptance[1] < 0.01
-    assert made.acceptance[2:] == [0.5, 0.5]
+def test_drafts_pay_as_long_as_some_part_of_the_steps_has_them():
+    made = planner(MIDDLE)
+    learn(made, "bad", steps=100, num_accepted=0)
+    learn(made, "good", steps=100, num_accepted=4)
+
+    def pays_after(names):
+        for rid in names:
+            made.counts([rid], [4], 0)
+        return made.pays
+
+    assert pays_after(["bad"] * 100)
+    assert not pays_after(["bad"] * 300)
+    assert pays_after(["good", "bad", "bad"] * 100)
+    assert not pays_after((["good"] + ["bad"] * 30) * 30)
+    made.costs = None
+    assert made.pays
 
 
 def test_costs_follow_what_steps_take_while_serving():
     made = planner(FLAT)
-    assert made.counts(names([4]), [4], 0) == [4]
+    assert made.counts(["r0"], [4], 0) == [4]
     for _ in range(200):
-        made.learn_costs(num_rows=5, seconds=0.02, num_blocks=1, draft_seconds=0.2)
-    assert abs(made.costs.rows.at(5) - 0.02) < 0.001
-    assert abs(made.costs.blocks.at(1) - 0.2) < 0.001
-    assert made.counts(names([4]), [4], 0) == [0]
+        made.learn_costs(num_rows=5, seconds=0.02, counts=[4], draft_seconds=0.2)
+    assert made.counts(["r0"], [4], 0) == [0]
 
 
 def test_one_odd_measurement_does_not_turn_drafting_off():
     made = planner(FLAT)
-    made.learn_costs(num_rows=5, seconds=60.0, num_blocks=1, draft_seconds=60.0)
-    assert made.counts(names([4]), [4], 0) == [4]
-
-
-def test_with_trimmed_drafts_only_requests_that_gain_by_them_get_some():
-    made = planner(((1, 0.010), (8, 0.017), (32, 0.060)), blocks=((1, 0.002), (8, 0.004)))
-    made.trims = True
-    for _ in range(60):
-        made.observe("r0", num_drafts=3, num_accepted=2)
-        made.observe("r1", num_drafts=1, num_accepted=0)
-    assert made.counts(["r0", "r1"], [4, 4], 0) == [4, 0]
-    assert made.counts(["r0", "r1"], [2, 4], 0) == [2, 0]
-    made.forget("r0")
-    for _ in range(200):
-        made.observe("r1", num_drafts=1, num_accepted=0)
-    assert made.counts(["r1", "new"], [4, 4], 0) == [0, 0]
+    made.learn_costs(num_rows=5, seconds=60.0, counts=[4], draft_seconds=60.0)
+    assert made.counts(["r0"], [4], 0) == [4]
 
 
 def test_trim_admits_by_survival_until_rows_cost_more_than_they_bring():

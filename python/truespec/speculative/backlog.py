@@ -51,6 +51,14 @@ class FreshRows:
 
 
 @dataclass(slots=True)
+class _Waiting:
+    """Of a request: places of its rows in what was read, for the positions from `first` on."""
+
+    first: int
+    rows: list[tuple[Tensor, int]]
+
+
+@dataclass(slots=True)
 class Backlog:
     """Target rows of decoding requests, kept until they are needed.
 
@@ -59,8 +67,7 @@ class Backlog:
     """
 
     cache: KVCache
-    _rows: dict[str, list[tuple[Tensor, int]]] = field(default_factory=dict)
-    _firsts: dict[str, int] = field(default_factory=dict)
+    _waiting: dict[str, _Waiting] = field(default_factory=dict)
     _has_gap: dict[str, bool] = field(default_factory=dict)
     _is_filled: bytearray = field(default_factory=bytearray)  # by page: no position was left out
 
@@ -69,26 +76,28 @@ class Backlog:
 
     def size(self, req: Req) -> int:
         """Positions that wait."""
-        return len(self._rows.get(req.rid, ()))
+        waiting = self._waiting.get(req.rid)
+        return 0 if waiting is None else len(waiting.rows)
 
-    def hold(self, req: Req, first: int, source: Tensor, rows: range) -> None:
-        """Keep `rows` of `source` for the positions from `first` on."""
-        if req.rid not in self._rows:
-            self._rows[req.rid], self._firsts[req.rid] = [], first
-        self._rows[req.rid] += [(source, row) for row in rows]
+    def hold(self, req: Req, first: int, source: Tensor, row: int, count: int) -> None:
+        """Keep `count` rows of `source`, from `row` on, for the positions from `first` on."""
+        waiting = self._waiting.get(req.rid)
+        if waiting is None:
+            self._waiting[req.rid] = waiting = _Waiting(first, [])
+        for place in range(row, row + count):
+            waiting.rows.append((source, place))
 
     def take(self, reqs: list[Req]) -> FreshRows | None:
         """All that waits for some requests; it counts as filled from now on."""
-        reqs = [req for req in reqs if req.rid in self._rows]
+        reqs = [req for req in reqs if req.rid in self._waiting]
         if not reqs:
             return None
-        held = [self._rows.pop(req.rid) for req in reqs]
-        firsts = [self._firsts.pop(req.rid) for req in reqs]
+        taken = [self._waiting.pop(req.rid) for req in reqs]
         fresh = FreshRows(
             reqs,
-            np.array(firsts),
-            np.array([len(rows) for rows in held]),
-            torch.stack([source[row] for rows in held for source, row in rows]),
+            np.array([waiting.first for waiting in taken]),
+            np.array([len(waiting.rows) for waiting in taken]),
+            torch.stack([source[row] for waiting in taken for source, row in waiting.rows]),
             [[] for _ in reqs],
         )
         self.fill(fresh)
@@ -113,14 +122,15 @@ class Backlog:
 
     def drop(self, req: Req) -> None:
         """Leave out all that waits."""
-        if req.rid in self._rows:
-            first = self._firsts.pop(req.rid)
-            self.leave_out(req, first, first + len(self._rows.pop(req.rid)))
+        waiting = self._waiting.pop(req.rid, None)
+        if waiting is not None:
+            self.leave_out(req, waiting.first, waiting.first + len(waiting.rows))
 
     def has_gap(self, req: Req) -> bool:
         """Some position before those that wait has no draft KV."""
-        if req.rid in self._has_gap:
-            return self._has_gap[req.rid]
+        known = self._has_gap.get(req.rid)
+        if known is not None:
+            return known
         num_pages = -(-req.num_computed // self.cache.page_size)
         found = not all(self._is_filled[page] for page in req.pages[:num_pages])
         # NOTE: until its first token a request's pages may yet be replaced by cached ones.
@@ -130,5 +140,5 @@ class Backlog:
 
     def forget(self, req: Req) -> None:
         """The request left its pages."""
-        for known in (self._rows, self._firsts, self._has_gap):
-            known.pop(req.rid, None)
+        self._waiting.pop(req.rid, None)
+        self._has_gap.pop(req.rid, None)

@@ -108,12 +108,14 @@ class SpecWorker(Worker):
         capture: target layers whose outputs `extend` needs (see `DecoderStack.forward`).
         num_drafts: drafts per request and step at most.
         options: speculative options it reads; others are refused.
+        has_caught_up: the last `draft` had to do what many steps before it left undone.
         times: seconds per phase of `step`.
     """
 
     needs_drafter: bool = True
     options: frozenset[str] = frozenset()
     capture: tuple[int, ...] = ()
+    has_caught_up: bool = False
 
     def __init__(self, parts: EngineParts, plan: WorkerPlan) -> None:
         self.runner, self.cache, self.info = parts.runner, parts.cache, parts.info
@@ -219,8 +221,9 @@ class SpecWorker(Worker):
             self.planner.learn_costs(
                 num_rows=num_rows,
                 seconds=seconds,
-                num_blocks=sum(count > 0 for count in self._planned.values()),
+                counts=list(self._planned.values()),
                 draft_seconds=draft_seconds,
+                is_typical=not self.has_caught_up,
             )
 
     def _observe(self, draft: Draft, verdict: Verdict) -> None:
@@ -229,7 +232,7 @@ class SpecWorker(Worker):
         for index, (rid, planned) in enumerate(self._planned.items()):
             if planned:
                 num_drafts = cu[index + 1] - cu[index] - 1
-                self.planner.observe(rid, num_drafts, max(0, emitted[index] - 1))
+                self.planner.observe(rid, planned, num_drafts, max(0, emitted[index] - 1))
 
     def _commit_rows(self, batch: Batch, rows: StepRows, verdict: Verdict) -> Committed:
         """Find the committed rows; accepted tree nodes are moved to their own positions' slots."""

@@ -7,6 +7,7 @@ own K/V goes to the slots after them and is overwritten by what gets committed t
 from __future__ import annotations
 
 from abc import abstractmethod
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -36,6 +37,10 @@ class BlockWorker(DrafterWorker):
         super().__init__(parts, plan, drafter.target_ids)
         self.drafter = drafter
         self.capture = drafter.config.target_layer_ids
+        self._of_size = {
+            size: replace(drafter, config=replace(drafter.config, block_size=size))
+            for size in range(1, drafter.config.block_size + 1)
+        }
         self.planner.trims = drafter.confidence is not None and not self.is_rejection
 
     @classmethod
@@ -84,10 +89,14 @@ class BlockWorker(DrafterWorker):
         )
 
     def make_drafts(self, drafting: Drafting) -> Draft:
+        longest = max(drafting.counts)
         anchors = torch.tensor([req.last_token_id for req in drafting.reqs])
-        hidden = self.drafter.hidden(anchors, self._block_rows(drafting.chunks), self.draft_kv)
         first = 1 if self.drafter.config.skip_first_row else 0
-        hidden = hidden[:, first : first + max(drafting.counts)]  # no head for rows nobody wants
+        # Rows that nobody wants cost more than the little that the others gain by seeing them.
+        wanted = self.drafter.config.num_drafts if self.planner.costs is None else longest
+        rows = self._block_rows(drafting.chunks, first + wanted)
+        hidden = self._of_size[first + wanted].hidden(anchors, rows, self.draft_kv)
+        hidden = hidden[:, first : first + longest]
         drafts = self.choose(hidden, anchors, self.sampler.rows(drafting.chunks))
         lengths = self.lengths(drafting.counts, drafts, drafting.other_rows)
         return draft_of_chains(drafting.batch, drafting.places, lengths, drafts)
@@ -106,9 +115,8 @@ class BlockWorker(DrafterWorker):
         size = {"block_size": self.drafter.config.block_size}
         return super().describe() | size | {"target_layer_ids": list(self.capture)}
 
-    def _block_rows(self, chunks: list[ReqChunk]) -> AttentionRows:
-        """One block per chunk: G positions from the anchor's on, each seeing all of them."""
-        size = self.drafter.config.block_size
+    def _block_rows(self, chunks: list[ReqChunk], size: int) -> AttentionRows:
+        """A block per chunk: `size` positions from the anchor's on, each seeing all of them."""
         starts = np.array([chunk.start for chunk in chunks])
         positions = (starts[:, None] + np.arange(size)).reshape(-1)
         row_to_req = np.repeat(np.arange(len(chunks)), size)

@@ -21,7 +21,7 @@ from truespec.speculative.base import EngineParts, SpecWorker, StepState, Worker
 from truespec.speculative.chains import DraftSampler
 from truespec.speculative.contract import Draft
 
-MAX_HELD = 64  # positions per request that wait
+MAX_HELD = 256  # positions per request that wait
 
 
 class Drafting(NamedTuple):
@@ -82,6 +82,8 @@ class DrafterWorker(SpecWorker):
         chunks = [chunk for chunk in batch.chunks if chunk.samples]
         counts = [self.planned_drafts(chunk) for chunk in chunks]
         places = [place for place, count in enumerate(counts) if count]
+        waiting = max((self.backlog.size(chunks[place].req) for place in places), default=0)
+        self.has_caught_up = waiting > self.num_drafts + 1
         if not places:
             return chain_draft(batch, [[] for _ in chunks], [[] for _ in chunks])
         drafting = Drafting(batch, places, [chunks[p] for p in places], [counts[p] for p in places])
@@ -91,7 +93,10 @@ class DrafterWorker(SpecWorker):
     def extend(self, state: StepState) -> None:
         """Hold the rows of decoding requests and extend by all others, but by none after a gap."""
         chunks = state.batch.chunks
-        counts = torch.bincount(state.committed.row_to_req, minlength=len(chunks)).tolist()
+        self._keep_or_drop([c.req for c in chunks if self.backlog.size(c.req) >= MAX_HELD])
+        counts = [1] * len(chunks)
+        if len(state.committed.rows) > len(chunks):
+            counts = torch.bincount(state.committed.row_to_req, minlength=len(chunks)).tolist()
         late, now = [], []
         for index, chunk in enumerate(chunks):
             if self.backlog.has_gap(chunk.req):
@@ -106,7 +111,7 @@ class DrafterWorker(SpecWorker):
             self._extend_now(state, now, counts)
 
     def settle(self, req: Req) -> None:
-        self.catch_up([req])
+        self._keep_or_drop([req])
 
     def forget(self, req: Req) -> None:
         super().forget(req)
@@ -118,13 +123,19 @@ class DrafterWorker(SpecWorker):
         if fresh is not None:
             self.extend_rows(fresh)
 
+    def _keep_or_drop(self, reqs: list[Req]) -> None:
+        """Extend by what waits, if requests of late were worth drafting for."""
+        if self.planner.pays:
+            self.catch_up(reqs)
+        else:
+            for req in reqs:
+                self.backlog.drop(req)
+
     def _hold(self, state: StepState, late: list[int], counts: list[int]) -> None:
-        """Let the rows of some chunks wait; who has too many of them catches up first."""
-        chunks = [state.batch.chunks[index] for index in late]
-        self.catch_up([c.req for c in chunks if self.backlog.size(c.req) >= MAX_HELD])
         source, row = self._read(state, late, counts), 0
-        for chunk, index in zip(chunks, late, strict=True):
-            self.backlog.hold(chunk.req, chunk.start, source, range(row, row + counts[index]))
+        for index in late:
+            chunk = state.batch.chunks[index]
+            self.backlog.hold(chunk.req, chunk.start, source, row, counts[index])
             row += counts[index]
 
     def _extend_now(self, state: StepState, now: list[int], counts: list[int]) -> None:

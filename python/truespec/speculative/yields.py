@@ -1,0 +1,65 @@
+"""What drafting brings: how far drafts get verified and accepted, by their length."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import accumulate
+from operator import mul
+
+FIRST_RATE = 0.7  # before anything is known: drafting is tried
+PRIOR_STEPS = 3  # steps that what is known of all requests counts for with a new one
+REQUEST_LEARNING = 0.1  # weight of a step in what is known of a request, in the long run
+OVERALL_LEARNING = 0.02  # and of all requests
+
+
+@dataclass(slots=True)
+class Yield:
+    """Running rates of drafting, by position in the draft.
+
+    Attributes:
+        accepted: [n] how often a draft is accepted if all before it are.
+        verified: [n] how often one is verified if all before it are.
+        counts: [n] drafts that `accepted` knows of.
+        slowest: weight of a new step in the long run.
+        num_steps: steps learnt from.
+        tokens, rows: [n + 1] expected drafts accepted and verified of 0..n that are made.
+    """
+
+    accepted: list[float]
+    verified: list[float]
+    counts: list[int]
+    slowest: float
+    num_steps: int
+    tokens: list[float]
+    rows: list[float]
+
+    @classmethod
+    def first(cls, num_drafts: int) -> Yield:
+        """Of all requests, before anything is known."""
+        return cls._from([FIRST_RATE] * num_drafts, [FIRST_RATE] * num_drafts, OVERALL_LEARNING)
+
+    def start(self) -> Yield:
+        """Of a new request, as far as what is known of all of them tells."""
+        return self._from(list(self.accepted), list(self.verified), REQUEST_LEARNING)
+
+    def learn(self, num_made: int, num_verified: int, num_accepted: int) -> None:
+        """Move towards what a step brought."""
+        self.num_steps += 1
+        for place in range(min(num_made, max(num_verified, num_accepted) + 1)):
+            weight = max(self.slowest, 1 / (self.counts[place] + 1))
+            if place <= num_verified:
+                self.verified[place] += weight * ((place < num_verified) - self.verified[place])
+            if place <= num_accepted:
+                self.counts[place] += 1
+                self.accepted[place] += weight * ((place < num_accepted) - self.accepted[place])
+        self.tokens, self.rows = _sums(self.accepted), _sums(self.verified)
+
+    @classmethod
+    def _from(cls, accepted: list[float], verified: list[float], slowest: float) -> Yield:
+        counts = [PRIOR_STEPS] * len(accepted)
+        return cls(accepted, verified, counts, slowest, 0, _sums(accepted), _sums(verified))
+
+
+def _sums(rates: list[float]) -> list[float]:
+    """Expected number of successes in a row among the first 0..n."""
+    return list(accumulate(accumulate(rates, mul), initial=0.0))
