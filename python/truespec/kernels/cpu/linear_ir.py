@@ -19,6 +19,7 @@ from .emit import F32, Emit, i64, new_function, splat
 from .formats import FORMATS, PANEL, ROW_BYTES, Format, emit_group
 
 PREFETCH_BYTES = 3072
+FAR_PREFETCH_BYTES = 8192  # one stream of 16-bit or wider weights; others gain nothing from more
 SPAN = 128  # consecutive k of one chain; a multiple of every format's group
 VECTOR_BYTES = 64
 PANEL_VECTORS = PANEL // 16
@@ -216,7 +217,8 @@ def _span(
         bases = _vectors(e, start, a.panel_stride, vectors)
         inputs = e.address(a.x, e.times(g, f.group * 4))
         if prefetch:
-            _prefetch(e, f, bases)
+            far = f.header == "none" and vectors <= PANEL_VECTORS
+            _prefetch(e, f, bases, FAR_PREFETCH_BYTES if far else PREFETCH_BYTES)
 
         def add_products(k: ir.Value, weights: list[ir.Value], inputs: ir.Value = inputs) -> None:
             for r in range(rows):
@@ -241,7 +243,7 @@ def _widen(module: ir.Module, f: Format) -> ir.Function:
         start = e.address(w, e.times(g, f.words * ROW_BYTES))
         bases = _vectors(e, start, i64(0), PANEL_VECTORS)
         target = e.address(out, e.times(g, f.group * ROW_BYTES))
-        _prefetch(e, f, bases)
+        _prefetch(e, f, bases, PREFETCH_BYTES)
 
         def store(k: ir.Value, weights: list[ir.Value], target: ir.Value = target) -> None:
             for v, weight in enumerate(weights):
@@ -258,8 +260,8 @@ def _vectors(e: Emit, first: ir.Value, panel_stride: ir.Value, count: int) -> li
     return [e.address(first, e.times(panel_stride, p), VECTOR_BYTES * v) for p, v in places]
 
 
-def _prefetch(e: Emit, f: Format, bases: list[ir.Value]) -> None:
-    """Ask for the words of a group that comes soon."""
+def _prefetch(e: Emit, f: Format, bases: list[ir.Value], ahead: int) -> None:
+    """Ask for the words of a group that comes soon, so many bytes ahead."""
     for line in range(f.words):
         for base in bases:
-            e.prefetch(e.address(base, PREFETCH_BYTES + line * ROW_BYTES))
+            e.prefetch(e.address(base, ahead + line * ROW_BYTES))
