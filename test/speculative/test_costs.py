@@ -14,13 +14,14 @@ def test_what_is_learnt_scales_every_size():
     table = CostTable([1, 4], [1.0, 4.0])
     for _ in range(200):
         table.learn(1, 1.5)
-    assert table.at(4) == pytest.approx(6.0)
+    assert table.at(4) == pytest.approx(6.0, rel=0.02)
 
 
-def test_one_measurement_moves_a_table_little_however_odd_it_is():
+def test_odd_measurements_do_not_matter_as_long_as_they_are_few():
     table = CostTable([1, 4], [1.0, 4.0])
-    table.learn(1, 1000.0)
-    assert 1.0 < table.at(1) < 1.2
+    for step in range(400):
+        table.learn(1, 1000.0 if step % 10 == 0 else 1.2 + 0.001 * (step % 10))
+    assert table.at(1) == pytest.approx(1.205, rel=0.04)
 
 
 def test_drafting_is_linear_in_requests_and_in_length():
@@ -31,7 +32,7 @@ def test_drafting_is_linear_in_requests_and_in_length():
     assert costs.at(5, 3) == 11.0
     for _ in range(200):
         costs.learn(5, 3, 22.0)
-    assert costs.at(3, 2) == pytest.approx(10.0)
+    assert costs.at(3, 2) == pytest.approx(10.0, rel=0.02)
 
 
 def test_drafting_that_was_not_measured_is_free():

@@ -8,10 +8,10 @@ def table(points):
     return CostTable([s for s, _ in points], [t for _, t in points])
 
 
-def planner(rows, drafts=((1, 0.001),), num_drafts=4, trims=False, is_whole=False):
+def planner(rows, drafts=((1, 0.001),), num_drafts=4, is_whole=False):
     """`drafts`: seconds by length, for any number of requests."""
     lengths = DraftCosts([n for n, _ in drafts], [table([(1, t)]) for _, t in drafts])
-    return Planner(num_drafts, StepCosts(table(rows), lengths), trims, is_whole)
+    return Planner(num_drafts, StepCosts(table(rows), lengths), is_whole)
 
 
 def names(caps):
@@ -91,11 +91,25 @@ def test_a_new_request_starts_from_what_the_first_steps_of_others_brought():
     assert made.counts(["new"], [4], 0) == [0]
 
 
-def test_drafts_that_were_made_and_not_verified_bring_nothing():
-    """The worker trims to one draft, which is accepted: longer drafts have no use."""
-    made = planner(MIDDLE, drafts=((1, 0.001), (4, 0.003)), trims=True)
-    learn(made, "r0", steps=60, num_verified=1, num_accepted=1)
-    assert made.counts(["r0"], [4], 0) == [1]
+def test_what_trees_really_verify_decides_on_them():
+    """One node of four is accepted, whether the others were verified or not."""
+    made = planner(((1, 0.010), (2, 0.011), (5, 0.025)), is_whole=True)
+    learn(made, "cut", steps=60, num_verified=1, num_accepted=1)
+    learn(made, "whole", steps=60, num_verified=4, num_accepted=1)
+    assert made.counts(["cut"], [4], 0) == [4]
+    assert made.counts(["whole"], [4], 0) == [0]
+
+
+def test_confidences_tell_of_drafts_that_were_not_verified():
+    """One draft of four is verified and accepted; the others would have been, or would not."""
+    lengths = []
+    for confidence in (0.05, 0.95):
+        made = planner(FLAT, drafts=((1, 0.001), (4, 0.004)))
+        for _ in range(60):
+            made.expect("r0", [0.9] + [confidence] * 3)
+            made.observe("r0", 4, 1, 1)
+        lengths.append(made.counts(["r0"], [4], 0)[0])
+    assert lengths == [1, 4]
 
 
 def test_trying_takes_a_small_share_of_the_time_without_drafts():

@@ -41,7 +41,6 @@ class BlockWorker(DrafterWorker):
             size: replace(drafter, config=replace(drafter.config, block_size=size))
             for size in range(1, drafter.config.block_size + 1)
         }
-        self.planner.trims = drafter.confidence is not None and not self.is_rejection
 
     @classmethod
     def plan(cls, config: EngineConfig, target: CausalLM, path: Path | None) -> WorkerPlan:
@@ -98,6 +97,10 @@ class BlockWorker(DrafterWorker):
         hidden = self._of_size[first + wanted].hidden(anchors, rows, self.draft_kv)
         hidden = hidden[:, first : first + longest]
         drafts = self.choose(hidden, anchors, self.sampler.rows(drafting.chunks))
+        if drafts.confidences is not None:
+            made = zip(drafting.reqs, drafts.confidences.tolist(), drafting.counts, strict=True)
+            for req, values, count in made:
+                self.planner.expect(req.rid, values[:count])
         lengths = self.lengths(drafting.counts, drafts, drafting.other_rows)
         return draft_of_chains(drafting.batch, drafting.places, lengths, drafts)
 

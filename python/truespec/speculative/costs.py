@@ -5,8 +5,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from dataclasses import dataclass, field
 
-LEARNING = 0.1  # weight of a new measurement
-OUTLIER = 2.0  # a measurement counts as at most so many times what was expected
+LEARNING = 0.02  # part by which a measurement moves what is known
 
 
 @dataclass(slots=True)
@@ -94,7 +93,11 @@ class StepCosts:
 
 
 def _moved(scale: float, seconds: float, measured: float) -> float:
-    """`scale` after a measurement of what took `measured` at start."""
+    """`scale` after a measurement of what took `measured` at start.
+
+    It takes a step of one size towards every measurement, so it follows their median: a mean would
+    follow the odd moments of a busy machine, which are long and weigh most in short drafts.
+    """
     if measured <= 0:
         return scale
-    return scale + LEARNING * (min(seconds / measured, OUTLIER * scale) - scale)
+    return scale * (1 + LEARNING if seconds > scale * measured else 1 - LEARNING)

@@ -58,7 +58,7 @@ class EagleWorker(EagleBase):
         super().__init__(parts, plan, drafter.target_ids)
         self.drafter, self.shape = drafter, shape
         self.capture = drafter.capture
-        self.planner.trims = self.planner.is_whole = shape.top_k > 1
+        self.planner.is_whole = shape.top_k > 1
         self._columns = _columns(drafter.target_ids, self.info.vocab_size)
 
     @classmethod

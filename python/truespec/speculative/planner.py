@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from truespec.speculative.costs import StepCosts
 from truespec.speculative.yields import Yield
 
-MIN_GAIN = 1.05  # predicted gain below which drafts are left out: estimates are noisy
+MIN_GAIN = 1.03  # predicted gain below which drafts are left out: estimates are noisy
 PROBE_SHARE = 0.005  # of the time without drafts goes into trying some
 PROBE_LENGTH = 3  # drafts of such a try
 REPLAN_STEPS = 16  # steps for which a plan without drafts holds, if nothing else changes
@@ -28,16 +28,15 @@ class Planner:
     Args:
         num_drafts: drafts per request at most.
         costs: `None` drafts as much as it may.
-        trims: the worker may verify fewer drafts than it made (it calls `trim`).
-        is_whole: drafts cannot be cut before they are made.
+        is_whole: drafts cannot be cut before they are made, only afterwards (trees).
     """
 
     num_drafts: int
     costs: StepCosts | None
-    trims: bool = False
     is_whole: bool = False
     _overall: Yield = field(init=False)
     _yields: dict[str, Yield] = field(default_factory=dict)
+    _confidences: dict[str, list[float]] = field(default_factory=dict)
     _idle_for: tuple[list[str], int] | None = None
     _num_idle: int = 0
     _share: float = 1.0  # of steps with drafts, of late
@@ -76,6 +75,7 @@ class Planner:
     def forget(self, rid: str) -> None:
         """The request is over."""
         self._yields.pop(rid, None)
+        self._confidences.pop(rid, None)
 
     def trim(self, survivals: list[list[float]], other_rows: int) -> list[int]:
         """Drafts to verify per request once they are made (their cost is spent).
@@ -134,15 +134,22 @@ class Planner:
         if num_blocks and is_typical:
             self.costs.drafts.learn(num_blocks, max(counts), draft_seconds)
 
+    def expect(self, rid: str, confidences: list[float]) -> None:
+        """Conditional acceptance of the drafts just made for a request, as the drafter sees it."""
+        self._confidences[rid] = confidences
+
     def observe(self, rid: str, num_made: int, num_verified: int, num_accepted: int) -> None:
         """Learn from a step that drafted for a request: drafts made, verified and accepted."""
         if rid not in self._yields:
             self._yields[rid] = self._overall.start()
-        known = self._yields[rid]
-        num_made = num_made if self.trims else num_verified
-        known.learn(num_made, num_verified, num_accepted)
-        if known.num_steps <= NUM_FIRST:
-            self._overall.learn(num_made, num_verified, num_accepted)
+        confidences = self._confidences.pop(rid, [])
+        if not self.is_whole:
+            num_made = len(confidences) or num_verified
+        learners = [self._yields[rid]]
+        if learners[0].num_steps < NUM_FIRST:
+            learners.append(self._overall)
+        for known in learners:
+            known.learn(num_made, num_verified, num_accepted, confidences)
         self._idle_for = None
 
     def _best(self, rids: list[str], caps: list[int], other_rows: int) -> list[int]:
@@ -174,7 +181,7 @@ class Planner:
         for num_reqs, (known, cap) in enumerate(wishes, start=1):
             taken = min(cap, length)
             tokens += known.tokens[taken]
-            rows += known.rows[taken] if self.trims else taken
+            rows += known.rows[taken] if self.is_whole else taken
             seconds = self.costs.rows.at(round(rows)) + self.costs.drafts.at(num_reqs, length)
             now = (tokens / seconds, length, num_reqs)
             best = max(best, now)

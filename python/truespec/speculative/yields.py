@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from operator import mul
@@ -10,6 +11,7 @@ FIRST_RATE = 0.7  # before anything is known: drafting is tried
 PRIOR_STEPS = 3  # steps that what is known of all requests counts for with a new one
 REQUEST_LEARNING = 0.1  # weight of a step in what is known of a request, in the long run
 OVERALL_LEARNING = 0.02  # and of all requests
+TRUST = 0.5  # what the confidence in a verified draft counts beside what came of it
 
 
 @dataclass(slots=True)
@@ -27,7 +29,7 @@ class Yield:
 
     accepted: list[float]
     verified: list[float]
-    counts: list[int]
+    counts: list[float]
     slowest: float
     num_steps: int
     tokens: list[float]
@@ -42,21 +44,43 @@ class Yield:
         """Of a new request, as far as what is known of all of them tells."""
         return self._from(list(self.accepted), list(self.verified), REQUEST_LEARNING)
 
-    def learn(self, num_made: int, num_verified: int, num_accepted: int) -> None:
-        """Move towards what a step brought."""
+    def learn(
+        self,
+        num_made: int,
+        num_verified: int,
+        num_accepted: int,
+        confidences: Sequence[float] = (),
+    ) -> None:
+        """Move towards what a step brought.
+
+        Args:
+            num_made: drafts; those that were not verified brought nothing, unless there are
+                confidences: then these tell what they would have brought.
+            confidences: [num_made] conditional acceptance as the drafter sees it, or none. They
+                vary less than what happens to one draft, but may be wrong: half of each counts.
+        """
         self.num_steps += 1
-        for place in range(min(num_made, max(num_verified, num_accepted) + 1)):
-            weight = max(self.slowest, 1 / (self.counts[place] + 1))
+        alive = 1.0
+        for place in range(num_made):
             if place <= num_verified:
-                self.verified[place] += weight * ((place < num_verified) - self.verified[place])
-            if place <= num_accepted:
-                self.counts[place] += 1
-                self.accepted[place] += weight * ((place < num_accepted) - self.accepted[place])
+                self.verified[place] += self._weight(place) * (
+                    (place < num_verified) - self.verified[place]
+                )
+            trust = 0.0 if not confidences else TRUST if place < num_verified else 1.0
+            expected = confidences[place] if confidences else 0.0
+            mass = trust * alive + (1 - trust) * (place <= num_accepted)
+            hit = trust * expected + (1 - trust) * (place < num_accepted)
+            self.accepted[place] += mass * self._weight(place) * (hit - self.accepted[place])
+            self.counts[place] += mass
+            alive *= expected
         self.tokens, self.rows = _sums(self.accepted), _sums(self.verified)
+
+    def _weight(self, place: int) -> float:
+        return max(self.slowest, 1 / (self.counts[place] + 1))
 
     @classmethod
     def _from(cls, accepted: list[float], verified: list[float], slowest: float) -> Yield:
-        counts = [PRIOR_STEPS] * len(accepted)
+        counts = [float(PRIOR_STEPS)] * len(accepted)
         return cls(accepted, verified, counts, slowest, 0, _sums(accepted), _sums(verified))
 
 
