@@ -5,8 +5,15 @@ from __future__ import annotations
 import pytest
 import torch
 
+from truespec.kernels.draft_chain import Transition
 from truespec.kernels.rows import has_numba
-from truespec.layers.sampler import sample, sample_draft, sampling_rows, top_k_draft
+from truespec.layers.sampler import (
+    sample,
+    sample_draft,
+    sample_draft_chains,
+    sampling_rows,
+    top_k_draft,
+)
 from truespec.layers.utils.logprob import ProcessedRows, compute_spec_v2_logprobs, logprob_spec
 from truespec.layers.warm_up import compile_row_kernels
 from truespec.params import LogprobParams, SamplingParams
@@ -14,12 +21,13 @@ from truespec.params import LogprobParams, SamplingParams
 
 @pytest.mark.skipif(not has_numba(), reason="numba is not installed")
 def test_no_kernel_is_compiled_after_the_warm_up() -> None:
+    from truespec.kernels.draft_chain_numba import chain_rows
     from truespec.kernels.logprob_numba import logprob_slots
     from truespec.kernels.sampling_draft_numba import draft_rows, top_k_draft_rows
     from truespec.kernels.sampling_numba import sample_rows
 
     compile_row_kernels()
-    kernels = (sample_rows, draft_rows, top_k_draft_rows, logprob_slots)
+    kernels = (sample_rows, draft_rows, top_k_draft_rows, chain_rows, logprob_slots)
     before = [len(kernel.signatures) for kernel in kernels]
     for dtype in (torch.float32, torch.bfloat16):
         logits = torch.randn(6, 200).to(dtype)[:, :150]
@@ -28,6 +36,11 @@ def test_no_kernel_is_compiled_after_the_warm_up() -> None:
         keys = {"temperature": rows.temperature, "seed": rows.seed, "position": rows.position}
         sampled = sample(logits, rows, 120)
         sample_draft(logits, **keys, target_ids=torch.arange(150) * 2)
+        transition = Transition(torch.randn(120, 3), torch.randn(3, 50))
+        base, anchors = torch.randn(6, 4, 50), torch.arange(6)
+        sample_draft_chains(
+            base, anchors, transition, **keys, target_ids=torch.arange(50), domain=1
+        )
         top_k_draft(logits[::2], 4, **{name: key[::2] for name, key in keys.items()})
         wishes = [None, LogprobParams(top_k=9, token_ids=(1, 2), modes=("raw", "processed"))]
         processed = ProcessedRows(logits, rows.temperature, sampled.keep_threshold, sampled.tie_id)

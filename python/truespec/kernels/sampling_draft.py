@@ -40,7 +40,7 @@ def choose_drafts(
 
         columns = torch.empty(num_rows, dtype=torch.int64)
         logprobs = torch.empty(num_rows, dtype=torch.float32)
-        ids = _int32_ids(vocab_size, target_ids).numpy()
+        ids = int32_ids(vocab_size, target_ids).numpy()
         params = [p.contiguous().numpy() for p in (temperature, seed, position)]
         for begin, end in row_blocks(logits, 16):
             flat, stride = flat_fp32(logits[begin:end])
@@ -87,7 +87,7 @@ def choose_top_k_drafts(
 
         columns = torch.empty((num_rows, k), dtype=torch.int64)
         scores = torch.empty((num_rows, k), dtype=torch.float32)
-        ids = _int32_ids(vocab_size, target_ids).numpy()
+        ids = int32_ids(vocab_size, target_ids).numpy()
         params = [p.contiguous().numpy() for p in (temperature, seed, position)]
         for begin, end in row_blocks(logits, 16):
             flat, stride = flat_fp32(logits[begin:end])
@@ -130,5 +130,6 @@ def _perturbed(
     return scaled + noise, scaled.log_softmax(-1)
 
 
-def _int32_ids(vocab_size: int, target_ids: Tensor | None) -> Tensor:
+def int32_ids(vocab_size: int, target_ids: Tensor | None) -> Tensor:
+    """Target ids of the draft columns, [vocab_size] int32."""
     return identity_ids(vocab_size) if target_ids is None else target_ids.to(torch.int32)

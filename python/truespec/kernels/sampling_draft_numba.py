@@ -33,23 +33,26 @@ def draft_rows(  # type: ignore[no-untyped-def]
     block_max = np.empty(num_blocks(vocab), np.int32)
     for i in range(columns.shape[0]):
         row = flat[i * stride : i * stride + vocab]
-        top_key = block_maxima(row, block_max)
-        if top_key == MIN_KEY:
-            columns[i] = 0
-            logprobs[i] = -np.inf
-            continue
-        first = first_of_key(row, block_max, top_key)
-        t = temperature[i]
-        if t < MIN_TEMPERATURE:
-            best = first
-            t = _ONE
-        else:
-            low, high = row_keys(seed[i], position[i], np.uint64(domain))
-            best = perturbed_argmax(row, token_ids, block_max, first, t, MIN_KEY, NO_TIE, low, high)
-        top = value_of(top_key)
-        total, _ = exp_sums(row, block_max, top, t, None, None)
-        columns[i] = best
-        logprobs[i] = (row[best] - top) / t - log_sum(total)
+        columns[i], logprobs[i] = draft_row(
+            row, block_max, token_ids, temperature[i], seed[i], position[i], domain
+        )
+
+
+@kernel
+def draft_row(row, block_max, token_ids, t, seed, position, domain):  # type: ignore[no-untyped-def]
+    """(best column, its logprob) of a row; `block_max` is scratch."""
+    top_key = block_maxima(row, block_max)
+    if top_key == MIN_KEY:
+        return 0, np.float32(-np.inf)
+    best = first_of_key(row, block_max, top_key)
+    if t < MIN_TEMPERATURE:
+        t = _ONE
+    else:
+        low, high = row_keys(seed, position, np.uint64(domain))
+        best = perturbed_argmax(row, token_ids, block_max, best, t, MIN_KEY, NO_TIE, low, high)
+    top = value_of(top_key)
+    total, _ = exp_sums(row, block_max, top, t, None, None)
+    return best, (row[best] - top) / t - log_sum(total)
 
 
 @kernel

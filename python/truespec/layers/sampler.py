@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from truespec.kernels.draft_chain import Transition, choose_chains
 from truespec.kernels.noise import signed64
 from truespec.kernels.sampling import choose_tokens
 from truespec.kernels.sampling_draft import choose_drafts, choose_top_k_drafts
@@ -131,6 +132,31 @@ def sample_draft(
         A row with a NaN proposes its first id with logprob -inf.
     """
     return choose_drafts(logits, temperature, seed, position, target_ids, domain)
+
+
+def sample_draft_chains(
+    logits: Tensor,
+    previous: Tensor,
+    transition: Transition,
+    *,
+    temperature: Tensor,
+    seed: Tensor,
+    position: Tensor,
+    target_ids: Tensor | None = None,
+    domain: int = 0,
+) -> tuple[Tensor, Tensor]:
+    """`sample_draft` step by step, each with the transition's bias from the draft before.
+
+    Args:
+        logits: [n, k, DV] fp32, contiguous; the biases are added in place.
+        previous: [n] int64 target ids before the first draft. position: [n] of the first draft.
+
+    Returns:
+        token_ids [n, k] int64, logprobs [n, k] fp32.
+    """
+    return choose_chains(
+        logits, previous, transition, temperature, seed, position, target_ids, domain
+    )
 
 
 def top_k_draft(

@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import torch
 
+from truespec.kernels.draft_chain import Transition
 from truespec.kernels.paths import follow_paths
 from truespec.params import LOGPROB_MODES, LogprobParams, SamplingParams
 
-from .sampler import sample, sample_draft, sampling_rows, top_k_draft
+from .sampler import sample, sample_draft, sample_draft_chains, sampling_rows, top_k_draft
 from .utils.logprob import ProcessedRows, compute_spec_v2_logprobs, logprob_spec
 
 _VOCAB_SIZE = 8
@@ -26,8 +27,17 @@ def compile_row_kernels() -> None:
     params = SamplingParams(seed=0, top_k=2, top_p=0.5, min_p=0.1)
     rows = sampling_rows([params], [1], torch.zeros(1, dtype=torch.int64))
     sampled = sample(logits, rows, _VOCAB_SIZE)
-    sample_draft(logits, temperature=rows.temperature, seed=rows.seed, position=rows.position)
-    top_k_draft(logits, 1, temperature=rows.temperature, seed=rows.seed, position=rows.position)
+    temperature, seed, position = rows.temperature, rows.seed, rows.position
+    sample_draft(logits, temperature=temperature, seed=seed, position=position)
+    top_k_draft(logits, 1, temperature=temperature, seed=seed, position=position)
+    sample_draft_chains(
+        logits.unsqueeze(0),
+        torch.zeros(1, dtype=torch.int64),
+        Transition(torch.zeros(_VOCAB_SIZE, 1), torch.zeros(1, _VOCAB_SIZE)),
+        temperature=temperature,
+        seed=seed,
+        position=position,
+    )
     ids, row_index, num_tokens, _ = follow_paths(
         torch.zeros(1, dtype=torch.int64),
         torch.full((1,), -1),

@@ -12,8 +12,14 @@ import torch
 from torch import Tensor
 
 from truespec.batch import Batch, ReqChunk
+from truespec.kernels.draft_chain import Transition
 from truespec.kernels.noise import DOMAIN_DRAFT
-from truespec.layers.sampler import SamplingRows, sample_draft, sampling_rows
+from truespec.layers.sampler import (
+    SamplingRows,
+    sample_draft,
+    sample_draft_chains,
+    sampling_rows,
+)
 from truespec.speculative.contract import Draft
 
 
@@ -70,26 +76,50 @@ class DraftSampler:
             seed=rows.seed,
             position=rows.position + step,
             target_ids=self.target_ids,
-            domain=DOMAIN_DRAFT if self.own_stream else 0,
+            domain=self._domain,
         )
         return DraftStep(token_ids, logprobs, self._over_target(logits))
+
+    def choose_chains(
+        self, logits: Tensor, rows: SamplingRows, transition: Transition, previous: Tensor
+    ) -> ChainDrafts:
+        """k drafts per row of [n, k, DV] fp32 draft logits, each biased by the one before.
+
+        Args:
+            logits: contiguous, modified.
+            previous: [n] int64 target ids before the first drafts.
+        """
+        token_ids, logprobs = sample_draft_chains(
+            logits,
+            previous,
+            transition,
+            temperature=rows.temperature,
+            seed=rows.seed,
+            position=rows.position,
+            target_ids=self.target_ids,
+            domain=self._domain,
+        )
+        return ChainDrafts(token_ids, logprobs, logits=self._over_target(logits))
+
+    @property
+    def _domain(self) -> int:
+        return DOMAIN_DRAFT if self.own_stream else 0
 
     def _over_target(self, logits: Tensor) -> Tensor | None:
         if not self.own_stream:
             return None
         if self.target_ids is None:
             return logits
-        wide = logits.new_full((logits.shape[0], self.vocab_size), -torch.inf)
-        return wide.index_copy_(1, self.target_ids, logits)
+        wide = logits.new_full((*logits.shape[:-1], self.vocab_size), -torch.inf)
+        return wide.index_copy_(-1, self.target_ids, logits)
 
 
-def stack_steps(steps: list[DraftStep], confidences: Tensor | None = None) -> ChainDrafts:
-    """k steps of n drafts, in order, with their confidences [n, k] if there are any."""
+def stack_steps(steps: list[DraftStep]) -> ChainDrafts:
+    """k steps of n drafts, in order."""
     logits = [step.logits for step in steps if step.logits is not None]
     return ChainDrafts(
         token_ids=torch.stack([step.token_ids for step in steps], dim=1),
         logprobs=torch.stack([step.logprobs for step in steps], dim=1),
-        confidences=confidences,
         logits=torch.stack(logits, dim=1) if logits else None,
     )
 

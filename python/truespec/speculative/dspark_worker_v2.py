@@ -6,6 +6,7 @@ is what keeps acceptance high at T > 0.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -14,6 +15,7 @@ from torch import Tensor
 from truespec.config import EngineConfig
 from truespec.layers.sampler import SamplingRows
 from truespec.models.drafters.block import BlockDrafter, load_block_drafter
+from truespec.models.drafters.heads import VanillaMarkov
 from truespec.models.llama import CausalLM
 from truespec.speculative.block_worker import BlockWorker
 from truespec.speculative.chains import ChainDrafts, stack_steps
@@ -43,23 +45,37 @@ class DSparkWorker(BlockWorker):
         return drafter
 
     def choose(self, hidden: Tensor, anchors: Tensor, rows: SamplingRows) -> ChainDrafts:
-        drafter, markov = self.drafter, self.drafter.markov
-        base = drafter.head(hidden.flatten(0, 1)).view(*hidden.shape[:2], -1)
+        markov = self.drafter.markov
+        base = self.drafter.head(hidden.flatten(0, 1)).view(*hidden.shape[:2], -1)
+        if isinstance(markov, VanillaMarkov) and markov.transition is not None:
+            drafts = self.sampler.choose_chains(base, rows, markov.transition, anchors)
+        else:
+            drafts = self._choose_in_turn(base, hidden, anchors, rows)
+        previous = torch.cat([anchors.unsqueeze(1), drafts.token_ids[:, :-1]], dim=1)
+        return replace(drafts, confidences=self._confidences(hidden, previous))
+
+    def _choose_in_turn(
+        self, base: Tensor, hidden: Tensor, anchors: Tensor, rows: SamplingRows
+    ) -> ChainDrafts:
+        """Step by step, whatever the kind of transition; `base` [n, k, DV] are its logits."""
+        markov = self.drafter.markov
         state = markov.initial_state(len(anchors)) if markov is not None else None
-        previous, steps, embedded = anchors, [], []
+        previous, steps = anchors, []
         for step in range(hidden.shape[1]):
             logits = base[:, step]
             if markov is not None:
-                embedded.append(markov.embed(previous))
-                bias, state = markov.bias(embedded[-1], hidden[:, step], state)
+                bias, state = markov.bias(markov.embed(previous), hidden[:, step], state)
                 logits = logits + bias
             steps.append(self.sampler.choose(logits, rows, step))
             previous = steps[-1].token_ids
-        confidences = None
-        if drafter.confidence is not None:
-            seen = torch.stack(embedded, dim=1) if embedded else None
-            confidences = drafter.confidence(hidden, seen)
-        return stack_steps(steps, confidences)
+        return stack_steps(steps)
+
+    def _confidences(self, hidden: Tensor, previous: Tensor) -> Tensor | None:
+        """[n, k], of drafts behind `previous` [n, k] target ids."""
+        if self.drafter.confidence is None:
+            return None
+        markov = self.drafter.markov
+        return self.drafter.confidence(hidden, None if markov is None else markov.embed(previous))
 
     def lengths(self, counts: list[int], drafts: ChainDrafts, other_rows: int) -> list[int]:
         """Also cut each block at the first confidence below the threshold.

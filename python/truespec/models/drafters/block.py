@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from truespec.kernels.api import AttentionRows, DecoderStack, KernelSet, KVBuffers, PackedLinear
+from truespec.kernels.draft_chain import Transition
 from truespec.models.drafters.block_config import MARKOV_W1, BlockConfig, block_config
 from truespec.models.drafters.checkpoint import DrafterCheckpoint, read_fields, target_ids
 from truespec.models.drafters.heads import (
@@ -30,6 +31,7 @@ RENAMES = {
     "encoder.fc.weight": "fc.weight",
     "encoder.output_norm_enc.weight": "hidden_norm.weight",
 }
+MAX_TRANSITION = 2**20  # elements of W2 that one thread reads faster than several by turns
 TARGET_COPIES = ("embed_tokens.weight", "lm_head.weight", "t2d")
 
 
@@ -171,7 +173,9 @@ def _markov(
     w1 = checkpoint.weight(MARKOV_W1, (config.layer.vocab_size, rank)).data
     w2 = checkpoint.weight("markov_head.markov_w2.weight", (num_draft_ids, rank))
     if config.markov_type == "vanilla":
-        return VanillaMarkov(w1, kernels.linear(w2))
+        is_small = num_draft_ids * rank <= MAX_TRANSITION
+        transition = Transition(w1.float(), w2.data.float().T.contiguous()) if is_small else None
+        return VanillaMarkov(w1, kernels.linear(w2), transition)
     gated = config.markov_type == "gated"
     name, size = ("gate_proj", rank) if gated else ("joint_proj", 3 * rank)
     width = hidden + rank if gated else hidden + 2 * rank

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from truespec.kernels.api import PackedLinear
+from truespec.kernels.draft_chain import Transition
 
 
 class MarkovHead(ABC):
@@ -38,7 +39,15 @@ class MarkovHead(ABC):
 
 
 class VanillaMarkov(MarkovHead):
-    """B = W2 W1[x]."""
+    """B = W2 W1[x].
+
+    Args:
+        transition: W1 and W2 in fp32, where they are small enough for one thread's cache.
+    """
+
+    def __init__(self, w1: Tensor, w2: PackedLinear, transition: Transition | None) -> None:
+        super().__init__(w1, w2)
+        self.transition = transition
 
     def bias(
         self, embedded: Tensor, hidden: Tensor, state: Tensor | None
