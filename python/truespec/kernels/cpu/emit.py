@@ -96,10 +96,14 @@ class Emit:
         """x * y + z with one rounding, <16 x float>."""
         return self.intrinsic("llvm.fma.v16f32", vector(F32), [x, y, z])
 
-    def prefetch(self, address: ir.Value) -> None:
-        """Ask for a cache line that is read soon. Never faults, wherever it points."""
+    def prefetch(self, address: ir.Value, *, once: bool = False) -> None:
+        """Ask for a cache line that is read soon. Never faults, wherever it points.
+
+        Args:
+            once: it need not stay in a cache after that.
+        """
         pointer = self.b.inttoptr(address, BYTE.as_pointer())
-        hints = [ir.Constant(I32, hint) for hint in (0, 3, 1)]  # read, keep, data
+        hints = [ir.Constant(I32, hint) for hint in (0, 0 if once else 3, 1)]  # read, keep, data
         self.intrinsic("llvm.prefetch.p0", ir.VoidType(), [pointer, *hints])
 
     def f32_from_bits(self, bits: ir.Value) -> ir.Value:

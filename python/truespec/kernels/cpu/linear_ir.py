@@ -261,7 +261,11 @@ def _vectors(e: Emit, first: ir.Value, panel_stride: ir.Value, count: int) -> li
 
 
 def _prefetch(e: Emit, f: Format, bases: list[ir.Value], ahead: int) -> None:
-    """Ask for the words of a group that comes soon, so many bytes ahead."""
+    """Ask for the words of a group that comes soon, so many bytes ahead.
+
+    A step reads wide weights in a circle larger than any cache: kept, they only drive others out.
+    """
+    once = f.header == "none"
     for line in range(f.words):
         for base in bases:
-            e.prefetch(e.address(base, ahead + line * ROW_BYTES))
+            e.prefetch(e.address(base, ahead + line * ROW_BYTES), once=once)
