@@ -7,7 +7,6 @@ own K/V goes to the slots after them and is overwritten by what gets committed t
 from __future__ import annotations
 
 from abc import abstractmethod
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -37,10 +36,6 @@ class BlockWorker(DrafterWorker):
         super().__init__(parts, plan, drafter.target_ids)
         self.drafter = drafter
         self.capture = drafter.config.target_layer_ids
-        self._of_size = {
-            size: replace(drafter, config=replace(drafter.config, block_size=size))
-            for size in range(1, drafter.config.block_size + 1)
-        }
 
     @classmethod
     def plan(cls, config: EngineConfig, target: CausalLM, path: Path | None) -> WorkerPlan:
@@ -94,7 +89,7 @@ class BlockWorker(DrafterWorker):
         # Rows that nobody wants cost more than the little that the others gain by seeing them.
         wanted = self.drafter.config.num_drafts if self.planner.costs is None else longest
         rows = self._block_rows(drafting.chunks, first + wanted)
-        hidden = self._of_size[first + wanted].hidden(anchors, rows, self.draft_kv)
+        hidden = self.drafter.hidden(anchors, rows, self.draft_kv)
         hidden = hidden[:, first : first + longest]
         drafts = self.choose(hidden, anchors, self.sampler.rows(drafting.chunks))
         if drafts.confidences is not None:

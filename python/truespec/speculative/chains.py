@@ -5,7 +5,7 @@ Knows tensors of drafts, not where they come from.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
@@ -20,6 +20,7 @@ from truespec.layers.sampler import (
     sample_draft_chains,
     sampling_rows,
 )
+from truespec.speculative.base import chain_draft
 from truespec.speculative.contract import Draft
 
 
@@ -134,29 +135,26 @@ def draft_of_chains(
         lengths: drafts to keep of each of these, 0..k.
         drafts: of these chunks, in order.
     """
-    roots = torch.tensor([chunk.req.last_token_id for chunk in batch.chunks if chunk.samples])
-    places = torch.tensor(active)
-    kept = torch.zeros(len(roots), drafts.token_ids.shape[1] + 1, dtype=torch.bool)
-    kept[:, 0] = True
-    kept[places, 1:] = torch.arange(kept.shape[1] - 1) < torch.tensor(lengths).unsqueeze(1)
-    row_counts = kept.sum(1)
-    cu_rows = torch.cat([row_counts.new_zeros(1), row_counts.cumsum(0)])
-    parents = torch.arange(int(cu_rows[-1])) - 1
-    parents[cu_rows[:-1]] = -1
+    ids: list[list[int]] = [[] for chunk in batch.chunks if chunk.samples]
+    logprobs: list[list[float]] = [[] for _ in ids]
+    made = zip(drafts.token_ids.tolist(), drafts.logprobs.tolist(), strict=True)
+    for place, length, (own, values) in zip(active, lengths, made, strict=True):
+        ids[place], logprobs[place] = own[:length], values[:length]
+    draft = chain_draft(batch, ids, logprobs)
+    if drafts.confidences is None and drafts.logits is None:
+        return draft
+    kept = [(i, j, place) for i, place in enumerate(active) for j in range(lengths[i])]
+    blocks, steps, places = torch.tensor(kept, dtype=torch.int64).view(-1, 3).unbind(1)
+    rows = draft.cu_rows[places] + 1 + steps
 
-    def flat(at_roots: Tensor, values: Tensor) -> Tensor:
-        table = values.new_zeros(*kept.shape, *values.shape[2:])
-        table[:, 0] = at_roots
-        table[places, 1:] = values
-        return table[kept]
+    def flat(values: Tensor, at_roots: float) -> Tensor:
+        table = values.new_full((len(draft.token_ids), *values.shape[2:]), at_roots)
+        table[rows] = values[blocks, steps]
+        return table
 
-    zero = torch.zeros(())
     confidences, logits = drafts.confidences, drafts.logits
-    return Draft(
-        token_ids=flat(roots, drafts.token_ids),
-        parents=parents,
-        cu_rows=cu_rows.to(torch.int32),
-        logprobs=flat(zero, drafts.logprobs),
-        confidences=None if confidences is None else flat(zero + 1, confidences),
-        logits=None if logits is None else flat(zero, logits),
+    return replace(
+        draft,
+        confidences=None if confidences is None else flat(confidences, 1.0),
+        logits=None if logits is None else flat(logits, 0.0),
     )

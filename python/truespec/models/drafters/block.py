@@ -72,11 +72,11 @@ class BlockDrafter:
 
         Args:
             anchor_ids: [n] int64 last committed tokens.
-            rows: of n blocks of G rows each, the keys of every row ending with its block.
+            rows: of n blocks of as many rows each, the keys of every row ending with its block.
 
-        Returns [n, G, H] fp32 after the final norm.
+        Returns [n, rows of a block, H] fp32 after the final norm.
         """
-        size = self.config.block_size
+        size = len(rows.positions) // len(anchor_ids)
         x = self.mask_embedding.expand(len(anchor_ids), size, -1).clone()
         x[:, 0] = self.target.embed(anchor_ids)
         out, _ = self.stack.forward(x.flatten(0, 1), rows, kv)
