@@ -29,7 +29,7 @@ def _inputs(num_drafts: int, rank: int) -> tuple[Tensor, Transition, dict[str, T
     generator = torch.Generator().manual_seed(rank)
     logits = torch.randn(NUM_ROWS, NUM_STEPS, num_drafts, generator=generator)
     w1 = torch.randn(VOCAB, rank, generator=generator)
-    w2 = torch.randn(rank, num_drafts, generator=generator)
+    w2 = torch.randn(rank, num_drafts, generator=generator).to(torch.bfloat16)
     keys = {
         "temperature": torch.tensor([0.0, 1.0, 0.7]),
         "seed": torch.tensor([1, -2, 3]),

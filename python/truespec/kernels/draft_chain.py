@@ -21,7 +21,7 @@ class Transition:
 
     Attributes:
         w1: [V, r] fp32, a row per target id.
-        w2: [r, DV] fp32, contiguous.
+        w2: [r, DV] bf16, contiguous: every draft reads all of it, from memory.
     """
 
     w1: Tensor
@@ -60,7 +60,7 @@ def choose_chains(
             logits.numpy(),
             previous.contiguous().numpy(),
             transition.w1.numpy(),
-            transition.w2.numpy(),
+            transition.w2.view(torch.int16).numpy(),
             int32_ids(vocab_size, target_ids).numpy(),
             *(p.contiguous().numpy() for p in (temperature, seed, position)),
             domain,
@@ -70,7 +70,7 @@ def choose_chains(
         return token_ids, logprobs
     for step in range(num_steps):
         row = logits[:, step]
-        row += transition.w1[previous] @ transition.w2
+        row += transition.w1[previous] @ transition.w2.float()
         previous, logprobs[:, step] = choose_drafts(
             row, temperature, seed, position + step, target_ids, domain
         )

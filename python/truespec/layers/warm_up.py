@@ -33,7 +33,7 @@ def compile_row_kernels() -> None:
     sample_draft_chains(
         logits.unsqueeze(0),
         torch.zeros(1, dtype=torch.int64),
-        Transition(torch.zeros(_VOCAB_SIZE, 1), torch.zeros(1, _VOCAB_SIZE)),
+        Transition(torch.zeros(_VOCAB_SIZE, 1), torch.zeros(1, _VOCAB_SIZE, dtype=torch.bfloat16)),
         temperature=temperature,
         seed=seed,
         position=position,

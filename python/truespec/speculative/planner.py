@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from truespec.speculative.costs import StepCosts
 from truespec.speculative.yields import Yield
 
-MIN_GAIN = 1.03  # predicted gain below which drafts are left out: estimates are noisy
+MIN_GAIN = 1.06  # predicted gain below which drafts are left out: estimates are noisy
 PROBE_SHARE = 0.005  # of the time without drafts goes into trying some
 PROBE_LENGTH = 3  # drafts of such a try
 REPLAN_STEPS = 16  # steps for which a plan without drafts holds, if nothing else changes

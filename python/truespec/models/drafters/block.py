@@ -126,7 +126,7 @@ def load_block_drafter(path: Path, target: CausalLM, block_size: int | None = No
         target_ids=ids,
         mask_embedding=_mask_embedding(checkpoint, config, target),
         markov=_markov(checkpoint, config, kernels, num_draft_ids),
-        confidence=_confidence(checkpoint, config, kernels),
+        confidence=_confidence(checkpoint, config),
     )
     checkpoint.check_all_used()
     return drafter
@@ -173,8 +173,8 @@ def _markov(
     w1 = checkpoint.weight(MARKOV_W1, (config.layer.vocab_size, rank)).data
     w2 = checkpoint.weight("markov_head.markov_w2.weight", (num_draft_ids, rank))
     if config.markov_type == "vanilla":
-        is_small = num_draft_ids * rank <= MAX_TRANSITION
-        transition = Transition(w1.float(), w2.data.float().T.contiguous()) if is_small else None
+        is_small = num_draft_ids * rank <= MAX_TRANSITION and w2.data.dtype == torch.bfloat16
+        transition = Transition(w1.float(), w2.data.T.contiguous()) if is_small else None
         return VanillaMarkov(w1, kernels.linear(w2), transition)
     gated = config.markov_type == "gated"
     name, size = ("gate_proj", rank) if gated else ("joint_proj", 3 * rank)
@@ -184,15 +184,13 @@ def _markov(
     return (GatedMarkov if gated else RnnMarkov)(w1, kernels.linear(w2), inner)
 
 
-def _confidence(
-    checkpoint: DrafterCheckpoint, config: BlockConfig, kernels: KernelSet
-) -> ConfidenceHead | None:
+def _confidence(checkpoint: DrafterCheckpoint, config: BlockConfig) -> ConfidenceHead | None:
     name = "confidence_head.proj."
     if not checkpoint.has(f"{name}weight"):
         return None
     width = config.layer.hidden_size
     width += config.markov_rank if config.confidence_with_markov else 0
     bias = checkpoint.vector(f"{name}bias", 1) if checkpoint.has(f"{name}bias") else None
-    proj = kernels.linear(checkpoint.weight(f"{name}weight", (1, width)), bias)
+    weight = checkpoint.weight(f"{name}weight", (1, width)).data[0].float()
     temperatures = config.confidence_temperatures or (1.0,) * config.block_size
-    return ConfidenceHead(proj, torch.tensor(temperatures))
+    return ConfidenceHead(weight, bias, torch.tensor(temperatures))

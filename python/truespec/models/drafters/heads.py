@@ -42,7 +42,7 @@ class VanillaMarkov(MarkovHead):
     """B = W2 W1[x].
 
     Args:
-        transition: W1 and W2 in fp32, where they are small enough for one thread's cache.
+        transition: W1 and W2, where W2 is bf16 and small enough for one thread's cache.
     """
 
     def __init__(self, w1: Tensor, w2: PackedLinear, transition: Transition | None) -> None:
@@ -94,12 +94,13 @@ class ConfidenceHead:
     """c_k = sigmoid((w [h_k; W1[x_{k-1}]] + b) / T_k): probability that draft k is accepted.
 
     Args:
-        proj: [1, H + r], or [1, H] where the head does not see the previous token.
+        weight: [H + r] fp32, or [H] where the head does not see the previous token. bias: [1].
         temperatures: [block size] fp32 of sequential temperature scaling, ones without calibration.
     """
 
-    def __init__(self, proj: PackedLinear, temperatures: Tensor) -> None:
-        self._proj = proj
+    def __init__(self, weight: Tensor, bias: Tensor | None, temperatures: Tensor) -> None:
+        self._weight = weight
+        self._bias = torch.zeros(1, device=weight.device) if bias is None else bias
         self._temperatures = temperatures
 
     def __call__(self, hidden: Tensor, embedded: Tensor | None) -> Tensor:
@@ -110,7 +111,7 @@ class ConfidenceHead:
 
         Returns [n, k] fp32 in (0, 1).
         """
-        wide = self._proj.shape[1] > hidden.shape[-1]
+        wide = len(self._weight) > hidden.shape[-1]
         z = torch.cat([hidden, embedded], dim=-1) if wide and embedded is not None else hidden
-        logits = self._proj(z.flatten(0, 1)).view(z.shape[:2])
+        logits = z @ self._weight + self._bias
         return torch.sigmoid(logits / self._temperatures[: z.shape[1]])
