@@ -59,7 +59,7 @@ def plot(figures: Mapping[str, Figures], path: Path) -> None:
     width = 0.8 / max(1, len(drafted))
     for index, (name, one) in enumerate(drafted.items()):
         table = _greedy(one)
-        places = [i + index * width for i in range(len(table))]
+        places = [i + (index - (len(drafted) - 1) / 2) * width for i in range(len(table))]
         left.bar(places, [counts.mean for counts in table.values()], width, label=name)
         left.set_xticks(range(len(table)), list(table))
     left.set_ylabel("accepted length, T = 0")
