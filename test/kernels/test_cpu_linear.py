@@ -7,12 +7,14 @@ import torch
 from cpu_cases import dequantised, kernels, make_weight, normal
 
 from truespec.kernels.api import Weight
-from truespec.kernels.cpu.compile import Cpu
+from truespec.kernels.cpu.compile import Cpu, host_cpu
 from truespec.kernels.cpu.linear_ir import SPAN
 
 FLOATS = ["F32", "BF16", "F16"]
 QUANTISED = ["Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K"]
 AVX2 = Cpu("x86-64-v3", "")
+NO_VNNI = Cpu("skylake-avx512", "+avx512f")
+has_avx512 = "+avx512vnni" in host_cpu().features
 
 
 def sizes(type_name: str) -> tuple[int, int]:
@@ -45,6 +47,46 @@ def test_products_are_within_the_rounding_of_short_fp32_chains(type_name, m):
     assert ((y - expected).abs() <= allowed).all()
 
 
+@pytest.mark.parametrize("type_name", QUANTISED)
+def test_errors_of_products_with_codes_are_of_the_size_of_fp32_ones(type_name):
+    n, k = 64, 1536
+    weight, x = make_weight(type_name, n, k, 1), normal(40, k, seed=3)
+    y, w = kernels().linear(weight)(x), dequantised(weight)
+    exact = x.double() @ w.double().T
+    assert (y - exact).norm() <= 4 * (x @ w.T - exact).norm()
+
+
+@pytest.mark.parametrize("scale", [1e-24, 1e-12, 1.0, 1e20, 1e36])
+def test_inputs_of_any_size_keep_their_bits_in_products_with_codes(scale):
+    weight, x = make_weight("Q4_1", 32, 64), normal(3, 64)
+    y, scaled = kernels().linear(weight)(x), kernels().linear(weight)(x * scale)
+    torch.testing.assert_close(scaled.double() / scale, y.double(), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("type_name", ["Q4_1", "Q8_0", "Q6_K"])
+def test_a_block_with_a_single_input_gives_exact_products_with_codes(type_name):
+    weight = make_weight(type_name, 32, 256)
+    x = torch.zeros(3, 256)
+    x[1, 37], x[2, 200] = 3.0e35, -1.5
+    y = kernels().linear(weight)(x)
+    w = dequantised(weight)
+    assert (y[0] == 0).all()
+    assert torch.equal(y[2], w[:, 200] * -1.5)
+    torch.testing.assert_close(y[1].double(), w[:, 37].double() * 3.0e35, rtol=1e-6, atol=0.0)
+
+
+@pytest.mark.parametrize("type_name", ["Q4_1", "Q8_0", "Q6_K"])
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
+def test_an_input_that_is_no_number_makes_its_row_nan(type_name, bad):
+    linear = kernels().linear(make_weight(type_name, 32, 256))
+    x = normal(6, 256)
+    clean = linear(x)
+    x[3, 129] = bad
+    y = linear(x)
+    assert y[3].isnan().all()
+    assert torch.equal(y[[0, 1, 2, 4, 5]], clean[[0, 1, 2, 4, 5]])
+
+
 @pytest.mark.parametrize("type_name", ["F32", "BF16", "F16", "Q4_1", "Q8_0", "Q6_K"])
 def test_a_row_alone_has_the_bits_it_has_in_any_batch(type_name):
     n, k = 96, 256
@@ -69,6 +111,15 @@ def test_avx2_and_avx512_code_give_equal_bits(type_name, m):
     n, k = sizes(type_name)
     weight, x = make_weight(type_name, n, k), normal(m, k)
     assert torch.equal(kernels().linear(weight)(x), kernels(cpu=AVX2).linear(weight)(x))
+
+
+@pytest.mark.skipif(not has_avx512, reason="the CPU has no AVX-512 VNNI")
+@pytest.mark.parametrize("type_name", ["Q4_1", "Q8_0", "Q6_K"])
+@pytest.mark.parametrize("m", [1, 3, 9])
+def test_codes_give_equal_bits_without_the_instruction_for_byte_products(type_name, m):
+    n, k = sizes(type_name)
+    weight, x = make_weight(type_name, n, k), normal(m, k)
+    assert torch.equal(kernels().linear(weight)(x), kernels(cpu=NO_VNNI).linear(weight)(x))
 
 
 def test_q4_0_scales_too_large_for_an_fp16_minimum_stay_exact():

@@ -20,16 +20,17 @@ from .runtime import aligned_zeros
 class StepBuffers:
     """Buffers that the phases of a step pass on."""
 
-    def __init__(self, shape: StackShape, num_layers: int) -> None:
-        """Start for a few rows."""
+    def __init__(self, shape: StackShape, num_layers: int, *, is_coded: bool) -> None:
+        """Start for a few rows; fixed-point rows only where a weight is coded."""
         heads = shape.num_heads * shape.head_dim
         kv = pad(shape.num_kv_heads * shape.head_dim, PANEL)
         self._hidden = pad(shape.hidden_size, PANEL)
-        self._attended = heads
+        self._attended = pad(heads, PANEL)
         self._k_column = pad(heads, PANEL)
         self._v_column = self._k_column + kv
         self._qkv = self._v_column + kv
         self._mlp = pad(shape.intermediate_size, PANEL)
+        self._is_coded = is_coded
         self._counters = torch.zeros(num_layers, dtype=torch.int64)
         self._num_rows, self._is_filled = 0, False
         self._allocate(8)
@@ -48,6 +49,9 @@ class StepBuffers:
         fields[at.ATTENDED_STRIDE] = self._attended
         fields[at.GATES], fields[at.UPS] = self._gates.data_ptr(), self._ups.data_ptr()
         fields[at.MLP_STRIDE], fields[at.LINEAR_OUT] = self._mlp, self._linear_out.data_ptr()
+        fields[at.NORMED_FIXED] = self._normed_fixed.data_ptr()
+        fields[at.ATTENDED_FIXED] = self._attended_fixed.data_ptr()
+        fields[at.GATES_FIXED] = self._gates_fixed.data_ptr()
         fields[at.UNIT_COUNTERS] = self._counters.data_ptr()
         fields[at.GROUP_STARTS] = self._group_starts.data_ptr()
 
@@ -61,6 +65,10 @@ class StepBuffers:
         self._attended_rows = aligned_zeros(num_rows, self._attended)
         self._gates = aligned_zeros(num_rows, self._mlp)
         self._ups = aligned_zeros(num_rows, self._mlp)
+        fixed_rows = num_rows if self._is_coded else 0
+        self._normed_fixed = aligned_zeros(fixed_rows, self._hidden)
+        self._attended_fixed = aligned_zeros(fixed_rows, self._attended)
+        self._gates_fixed = aligned_zeros(fixed_rows, self._mlp)
         self._group_starts = torch.zeros(num_rows + 1, dtype=torch.int32)
 
 

@@ -1,4 +1,4 @@
-"""How packed weights lie in memory, and how a group of them becomes fp32 lanes.
+"""How packed weights lie in memory, and how what a group holds becomes fp32 lanes.
 
 A weight [n, k] is cut into panels of 32 outputs. Within a panel every output is a sequence of
 32-bit words, stored transposed: [panel][word][32 outputs]. A group of consecutive k of one output
@@ -48,6 +48,11 @@ class Format:
         return {"none": 0, "half_pair": 1, "scale": 1, "pair": 2}[self.header]
 
     @property
+    def is_coded(self) -> bool:
+        """Codes with scales, which are multiplied as integers (coded_ir.py)."""
+        return self.header != "none"
+
+    @property
     def words(self) -> int:
         """Words of a group of one output."""
         bits = {"f32": 32, "bf16": 16, "f16": 16, "int8": 8, "uint4": 4}[self.codes]
@@ -69,45 +74,36 @@ FORMATS = {
 }
 
 
-def emit_group(
+def emit_floats(
     e: Emit,
     f: Format,
     bases: Sequence[ir.Value],
     use: Callable[[ir.Value, list[ir.Value]], None],
-    *,
-    lookup: bool = False,
 ) -> None:
-    """Emit code that widens one group, k ascending.
+    """Emit code that widens one group of a format without codes, k ascending.
 
     Args:
         bases: addresses of the group's first word, one for every 16 outputs.
         use: emits what is done with the weights of one k: (k within the group, one <16 x float>
             per base).
-        lookup: 4-bit codes become floats by AVX-512's permutation of a register, which leaves more
-            room for loads and less for FMAs than a conversion.
     """
+    for w in range(f.words):
+        words = [e.load(e.address(base, w * ROW_BYTES), vector(I32)) for base in bases]
+        if f.codes == "f32":
+            use(i64(w), [e.b.bitcast(word, vector(F32)) for word in words])
+        else:
+            use(i64(2 * w), [_half_of_word(e, f.codes, x, high=False) for x in words])
+            use(i64(2 * w + 1), [_half_of_word(e, f.codes, x, high=True) for x in words])
 
-    def words(index: ir.Value) -> list[ir.Value]:
-        return [e.load(e.address(base, e.times(index, ROW_BYTES)), vector(I32)) for base in bases]
 
-    if f.codes == "f32":
-        for k in range(f.group):
-            use(i64(k), [e.b.bitcast(word, vector(F32)) for word in words(i64(k))])
-    elif f.codes in ("bf16", "f16"):
-        for w in range(f.words):
-            pairs = words(i64(w))
-            use(i64(2 * w), [_half_of_word(e, f.codes, x, high=False) for x in pairs])
-            use(i64(2 * w + 1), [_half_of_word(e, f.codes, x, high=True) for x in pairs])
-    else:
-        header_words = [words(i64(i)) for i in range(f.header_words)]
-        headers = [_header(e, f, list(header)) for header in zip(*header_words, strict=True)]
-        for first_k, bit in ((0, 0), (16, 4)) if f.codes == "uint4" else ((0, 0),):
-            with e.loop(f.words - f.header_words) as w:
-                coded = words(e.b.add(w, i64(f.header_words)))
-                for byte in range(4):
-                    codes = [_code(e, f.codes, x, 8 * byte + bit, lookup) for x in coded]
-                    k = e.b.add(e.times(w, 4), i64(first_k + byte))
-                    use(k, [_scaled(e, c, h) for c, h in zip(codes, headers, strict=True)])
+def emit_header(e: Emit, f: Format, base: ir.Value) -> tuple[ir.Value, ir.Value | None]:
+    """(scale, minimum) of the group at `base`, for 16 outputs, fp32."""
+    words = [e.load(e.address(base, w * ROW_BYTES), vector(I32)) for w in range(f.header_words)]
+    if f.header == "half_pair":
+        low, high = (_half_of_word(e, "f16", words[0], high=h) for h in (False, True))
+        return low, high
+    floats = [e.b.bitcast(w, vector(F32)) for w in words]
+    return (floats[0], floats[1]) if f.header == "pair" else (floats[0], None)
 
 
 def _half_of_word(e: Emit, codes: Codes, word: ir.Value, *, high: bool) -> ir.Value:
@@ -117,31 +113,3 @@ def _half_of_word(e: Emit, codes: Codes, word: ir.Value, *, high: bool) -> ir.Va
         return e.b.fpext(e.b.bitcast(e.b.trunc(moved, vector(I16)), vector(F16)), vector(F32))
     bits = e.b.and_(word, splat(I32, -65536)) if high else e.b.shl(word, splat(I32, 16))
     return e.b.bitcast(bits, vector(F32))
-
-
-def _header(e: Emit, f: Format, words: list[ir.Value]) -> tuple[ir.Value, ir.Value | None]:
-    """(scale, minimum) of a group."""
-    if f.header == "half_pair":
-        low, high = (_half_of_word(e, "f16", words[0], high=h) for h in (False, True))
-        return low, high
-    floats = [e.b.bitcast(w, vector(F32)) for w in words]
-    return (floats[0], floats[1]) if f.header == "pair" else (floats[0], None)
-
-
-def _code(e: Emit, codes: Codes, word: ir.Value, shift: int, lookup: bool) -> ir.Value:
-    """The code at bit `shift` of every lane, as a float."""
-    if codes == "uint4":
-        moved = e.b.lshr(word, splat(I32, shift)) if shift else word
-        if lookup:  # reads the lowest 4 bits of a lane
-            floats = ir.Constant(vector(F32), [float(code) for code in range(16)])
-            name = "llvm.x86.avx512.permvar.sf.512"
-            return e.intrinsic(name, vector(F32), [floats, moved])
-        return e.b.sitofp(e.b.and_(moved, splat(I32, 15)), vector(F32))
-    moved = e.b.shl(word, splat(I32, 24 - shift)) if shift < 24 else word
-    return e.b.sitofp(e.b.ashr(moved, splat(I32, 24)), vector(F32))
-
-
-def _scaled(e: Emit, code: ir.Value, header: tuple[ir.Value, ir.Value | None]) -> ir.Value:
-    """code * scale (+ minimum)."""
-    scale, minimum = header
-    return e.b.fmul(code, scale) if minimum is None else e.fma(code, scale, minimum)

@@ -6,9 +6,9 @@ indices into it. Python fills records (stack.py); step.py reads them.
 
 from __future__ import annotations
 
-# A packed weight: function, words, bytes per panel, groups, panels, bias or 0.
-LINEAR_FIELDS = 6
-L_FUNCTION, L_WORDS, L_PANEL_BYTES, L_GROUPS, L_PANELS, L_BIAS = range(LINEAR_FIELDS)
+# A packed weight: function, words, bytes per panel, groups, panels, bias or 0, 1 if it is coded.
+LINEAR_FIELDS = 7
+L_FUNCTION, L_WORDS, L_PANEL_BYTES, L_GROUPS, L_PANELS, L_BIAS, L_CODED = range(LINEAR_FIELDS)
 
 # A layer: its weights, then its norm vectors (0 where it has none).
 Q, K, V, O, GATE, UP, DOWN = range(0, 7 * LINEAR_FIELDS, LINEAR_FIELDS)  # noqa: E741 - its name
@@ -16,10 +16,10 @@ INPUT_NORM, Q_NORM, K_NORM, POST_NORM = range(7 * LINEAR_FIELDS, 7 * LINEAR_FIEL
 LAYER_FIELDS = POST_NORM + 1
 
 # One step of a stack. Row strides are in floats, "bytes" fields in bytes.
-STEP_FIELDS = 70
+STEP_FIELDS = 76
 (
     # functions
-    BARRIER, FETCH_ADD, RMS_NORM, ROTATE_HEAD, ADD_ROWS, SILU_MUL,
+    BARRIER, FETCH_ADD, RMS_NORM, ROTATE_HEAD, ADD_ROWS, SILU_MUL, TO_FIXED,
     SCORES, SOFTMAX, VALUES, FINISH, STORE_KEY, STORE_VALUE, MOVE_KEY, MOVE_VALUE,
     # threads: barrier counter, sched_yield, attention counters [num_layers], group starts
     BARRIER_COUNTER, GIVE_WAY, UNIT_COUNTERS, GROUP_STARTS, NUM_GROUPS, GROUP_ROWS,
@@ -36,6 +36,8 @@ STEP_FIELDS = 70
     # shared buffers and their strides
     X, NORMED, QKV, QKV_STRIDE, K_COLUMN, V_COLUMN, ATTENDED, ATTENDED_STRIDE,
     GATES, UPS, MLP_STRIDE, LINEAR_OUT,
+    # fixed-point rows of inputs, with the strides of these; TO_FIXED is 0 where no weight is coded
+    FIRST_FIXED, NORMED_FIXED, ATTENDED_FIXED, GATES_FIXED, CONTEXT_FIXED,
     # scratch of a thread
     SCRATCH, SCRATCH_BYTES,
     # one layer of context injection

@@ -10,8 +10,12 @@ from truespec.kernels.api import PackedLinear, Weight
 from .formats import PANEL
 from .layout import (
     ADD_ROWS,
+    BARRIER,
+    BARRIER_COUNTER,
     CONTEXT,
+    CONTEXT_FIXED,
     CONTEXT_STRIDE,
+    GIVE_WAY,
     HIDDEN_STRIDE,
     LAYERS,
     LINEAR_OUT,
@@ -19,6 +23,7 @@ from .layout import (
     SCRATCH,
     SCRATCH_BYTES,
     STEP_FIELDS,
+    TO_FIXED,
 )
 from .pack import PackedWeight, pack
 from .runtime import Runtime, aligned_zeros, widening_bytes
@@ -31,12 +36,14 @@ def describe(packed: PackedWeight, bias: Tensor | None, runtime: Runtime) -> lis
     Args:
         bias: fp32, as long as compiled code reads it (padded where it adds whole panels).
     """
-    runtime.reserve_scratch(widening_bytes(packed.padded_k))
+    if not packed.format.is_coded:
+        runtime.reserve_scratch(widening_bytes(packed.padded_k))
     function = runtime.linear_function(packed.format)
     bias_address = 0 if bias is None else bias.data_ptr()
     address = packed.words.data_ptr()
     groups = packed.num_groups
-    return [function, address, packed.panel_bytes, groups, packed.num_panels, bias_address]
+    sizes = [packed.panel_bytes, groups, packed.num_panels]
+    return [function, address, *sizes, bias_address, int(packed.format.is_coded)]
 
 
 def padded_vector(vector: Tensor, length: int) -> Tensor:
@@ -58,6 +65,11 @@ class CpuLinear(PackedLinear):
         self._bias = None if bias is None else padded_vector(bias, self._padded_n)
         self._fields = torch.tensor(describe(self._packed, self._bias, runtime))
         self._record = torch.zeros(STEP_FIELDS, dtype=torch.int64)
+        fields = self._record.numpy()
+        fields[LAYERS], fields[ADD_ROWS] = self._fields.data_ptr(), runtime.rows["add_rows"]
+        fields[TO_FIXED], fields[BARRIER] = runtime.rows["to_fixed"], runtime.sync["barrier"]
+        fields[BARRIER_COUNTER] = runtime.pool.barrier_address
+        fields[GIVE_WAY] = runtime.give_way
 
     def __call__(self, x: Tensor) -> Tensor:
         """See `PackedLinear`."""
@@ -67,10 +79,11 @@ class CpuLinear(PackedLinear):
         out = torch.empty(m, self._padded_n)
         if m == 0:
             return out[:, :n]
-        x = padded(x, self._packed.format.group)
+        x = padded(x, PANEL)
+        fixed = torch.empty_like(x) if self._packed.format.is_coded else x
         fields = self._record.numpy()
         fields[SCRATCH], fields[SCRATCH_BYTES] = self._runtime.scratch()
-        fields[LAYERS], fields[ADD_ROWS] = self._fields.data_ptr(), self._runtime.rows["add_rows"]
+        fields[CONTEXT_FIXED] = fixed.data_ptr()
         fields[CONTEXT], fields[CONTEXT_STRIDE], fields[NUM_ROWS] = x.data_ptr(), x.shape[1], m
         fields[LINEAR_OUT], fields[HIDDEN_STRIDE] = out.data_ptr(), self._padded_n
         self._runtime.run("project", self._record, m * n * k)

@@ -1,4 +1,4 @@
-"""The linear kernel of a panel format: y[m, n] = x[m, k] W^T over a range of panels.
+"""The linear kernel of a format without codes: y[m, n] = x[m, k] W^T over a range of panels.
 
 Every output is a sum of chains of fp32 FMAs, one chain per 128 consecutive k, k ascending: the
 short chains keep rounding below that of a library's product, and a row's result depends neither on
@@ -16,13 +16,14 @@ import llvmlite.ir as ir
 
 from .blocking import Blocking
 from .emit import F32, Emit, i64, new_function, splat
-from .formats import FORMATS, PANEL, ROW_BYTES, Format, emit_group
+from .formats import FORMATS, PANEL, ROW_BYTES, Format, emit_floats
 
 PREFETCH_BYTES = 3072
 FAR_PREFETCH_BYTES = 8192  # one stream of 16-bit or wider weights; others gain nothing from more
 SPAN = 128  # consecutive k of one chain; a multiple of every format's group
 VECTOR_BYTES = 64
 PANEL_VECTORS = PANEL // 16
+DIRECT_BLOCKS = 4  # of rows, up to which widening on the fly, once per block, is the faster way
 NUM_ARGS = 11
 
 Blocks = dict[int, ir.Function]  # by number of rows
@@ -49,7 +50,7 @@ def linear_module(f: Format, blocking: Blocking) -> ir.Module:
     Rows of x are readable up to the padded k; rows of y are writable up to the padded n.
     """
     module = ir.Module(f"linear_{f.name}")
-    singles = _blocks(module, f, blocking, prefetch=True)
+    singles = _blocks(module, f, blocking, ahead=True)
     few = _few_rows(module, f, blocking, singles)
     several = _several_rows(module, blocking, singles)
     many = _many_rows(module, f, blocking)
@@ -59,7 +60,7 @@ def linear_module(f: Format, blocking: Blocking) -> ir.Module:
         with one_block:
             e.b.call(few, e.args)
         with more:
-            limit = i64(blocking.rows * _direct_blocks(f))
+            limit = i64(blocking.rows * DIRECT_BLOCKS)
             with e.b.if_else(e.b.icmp_signed("<=", m, limit)) as (some, lots):
                 with some:
                     e.b.call(several, e.args)
@@ -67,11 +68,6 @@ def linear_module(f: Format, blocking: Blocking) -> ir.Module:
                     e.b.call(many, e.args)
     e.b.ret(i64(0))
     return module
-
-
-def _direct_blocks(f: Format) -> int:
-    """Blocks of rows up to which widening on the fly, once per block, is the faster way."""
-    return 4 if f.codes in ("bf16", "f16") else 2
 
 
 def _few_rows(module: ir.Module, f: Format, blocking: Blocking, singles: Blocks) -> ir.Function:
@@ -122,7 +118,7 @@ def _several_rows(module: ir.Module, blocking: Blocking, singles: Blocks) -> ir.
 def _many_rows(module: ir.Module, f: Format, blocking: Blocking) -> ir.Function:
     """A panel is widened, then all blocks of rows read it."""
     f32 = FORMATS["f32"]
-    blocks = _blocks(module, f32, blocking, prefetch=f == f32, name="many")
+    blocks = _blocks(module, f32, blocking, ahead=f == f32, name="many")
     widen = None if f == f32 else _widen(module, f)
     e = new_function(module, "many_rows", NUM_ARGS, private=True)
     x, ldx, m, w, first, last, panel_bytes, groups, y, ldy, scratch = e.args
@@ -158,11 +154,11 @@ def _panel(e: Emit, blocking: Blocking, block: ir.Function, a: Operands) -> None
 
 
 def _blocks(
-    module: ir.Module, f: Format, blocking: Blocking, *, prefetch: bool, name: str = "few"
+    module: ir.Module, f: Format, blocking: Blocking, *, ahead: bool, name: str = "few"
 ) -> Blocks:
     """The blocks of one panel or a part of it."""
     return {
-        r: _block(module, f, blocking, r, blocking.vectors, prefetch=prefetch, name=name)
+        r: _block(module, f, blocking, r, blocking.vectors, ahead=ahead, name=name)
         for r in range(1, blocking.rows + 1)
     }
 
@@ -174,18 +170,17 @@ def _block(
     rows: int,
     vectors: int,
     *,
-    prefetch: bool = True,
+    ahead: bool = True,
     name: str = "few",
 ) -> ir.Function:
     """block(*Operands): `rows` rows times 16 * `vectors` outputs, two vectors to a panel."""
     name = f"{name}_{rows}_{vectors}"
-    lookup = rows <= blocking.lookup_rows
-    span = _span(module, f, rows, vectors, prefetch=prefetch, lookup=lookup, name=f"{name}_span")
+    span = _span(module, f, rows, vectors, ahead=ahead, name=f"{name}_span")
     e = new_function(module, name, len(Operands._fields), private=True)
     a = Operands(*e.args)
     groups_per_span = SPAN // f.group
     for r in range(rows):
-        for address in _vectors(e, e.address(a.y, e.times(a.ldy, r)), a.y_panel_stride, vectors):
+        for address in vectors_of(e, e.address(a.y, e.times(a.ldy, r)), a.y_panel_stride, vectors):
             e.store(splat(F32, 0.0), address)
     with e.loop(a.groups, step=groups_per_span) as first:
         inputs = e.address(a.x, e.times(first, f.group * 4))
@@ -204,8 +199,7 @@ def _span(
     rows: int,
     vectors: int,
     *,
-    prefetch: bool,
-    lookup: bool,
+    ahead: bool,
     name: str,
 ) -> ir.Function:
     """span(*Operands): y += one chain per output over some groups."""
@@ -214,11 +208,11 @@ def _span(
     sums = [[e.variable(splat(F32, 0.0)) for _ in range(vectors)] for _ in range(rows)]
     with e.loop(a.groups) as g:
         start = e.address(a.w, e.times(g, f.words * ROW_BYTES))
-        bases = _vectors(e, start, a.panel_stride, vectors)
+        bases = vectors_of(e, start, a.panel_stride, vectors)
         inputs = e.address(a.x, e.times(g, f.group * 4))
-        if prefetch:
-            far = f.header == "none" and vectors <= PANEL_VECTORS
-            _prefetch(e, f, bases, FAR_PREFETCH_BYTES if far else PREFETCH_BYTES)
+        if ahead:
+            far = vectors <= PANEL_VECTORS
+            prefetch(e, f, bases, FAR_PREFETCH_BYTES if far else PREFETCH_BYTES)
 
         def add_products(k: ir.Value, weights: list[ir.Value], inputs: ir.Value = inputs) -> None:
             for r in range(rows):
@@ -226,9 +220,9 @@ def _span(
                 for slot, weight in zip(sums[r], weights, strict=True):
                     e.set(slot, e.fma(value, weight, e.get(slot)))
 
-        emit_group(e, f, bases, add_products, lookup=lookup)
+        emit_floats(e, f, bases, add_products)
     for r in range(rows):
-        targets = _vectors(e, e.address(a.y, e.times(a.ldy, r)), a.y_panel_stride, vectors)
+        targets = vectors_of(e, e.address(a.y, e.times(a.ldy, r)), a.y_panel_stride, vectors)
         for target, slot in zip(targets, sums[r], strict=True):
             e.store(e.b.fadd(e.load_f32x16(target), e.get(slot)), target)
     e.b.ret(i64(0))
@@ -241,31 +235,31 @@ def _widen(module: ir.Module, f: Format) -> ir.Function:
     w, groups, out = e.args
     with e.loop(groups) as g:
         start = e.address(w, e.times(g, f.words * ROW_BYTES))
-        bases = _vectors(e, start, i64(0), PANEL_VECTORS)
+        bases = vectors_of(e, start, i64(0), PANEL_VECTORS)
         target = e.address(out, e.times(g, f.group * ROW_BYTES))
-        _prefetch(e, f, bases, PREFETCH_BYTES)
+        prefetch(e, f, bases, PREFETCH_BYTES)
 
         def store(k: ir.Value, weights: list[ir.Value], target: ir.Value = target) -> None:
             for v, weight in enumerate(weights):
                 e.store(weight, e.address(target, e.times(k, ROW_BYTES), VECTOR_BYTES * v))
 
-        emit_group(e, f, bases, store)
+        emit_floats(e, f, bases, store)
     e.b.ret(i64(0))
     return e.b.function
 
 
-def _vectors(e: Emit, first: ir.Value, panel_stride: ir.Value, count: int) -> list[ir.Value]:
+def vectors_of(e: Emit, first: ir.Value, panel_stride: ir.Value, count: int) -> list[ir.Value]:
     """Addresses of `count` vectors, those beyond the second in panels a stride apart."""
     places = (divmod(v, PANEL_VECTORS) for v in range(count))
     return [e.address(first, e.times(panel_stride, p), VECTOR_BYTES * v) for p, v in places]
 
 
-def _prefetch(e: Emit, f: Format, bases: list[ir.Value], ahead: int) -> None:
+def prefetch(e: Emit, f: Format, bases: list[ir.Value], ahead: int) -> None:
     """Ask for the words of a group that comes soon, so many bytes ahead.
 
     A step reads wide weights in a circle larger than any cache: kept, they only drive others out.
     """
-    once = f.header == "none"
+    once = not f.is_coded
     for line in range(f.words):
         for base in bases:
             e.prefetch(e.address(base, ahead + line * ROW_BYTES), once=once)

@@ -1,5 +1,5 @@
 """Row-wise kernels: embedding, norm, head preparation (bias, norm, rotation), gated activation,
-addition.
+addition, fixed point.
 
 Rows are padded to a multiple of 16 floats; sums run over 16 fixed lanes, so they do not depend on
 the CPU's vector length.
@@ -10,6 +10,7 @@ from __future__ import annotations
 import llvmlite.ir as ir
 
 from .emit import BYTE, F16, F32, I32, I64, LANES, Emit, i64, new_function, splat, vector
+from .fixed_ir import emit_to_fixed
 
 # name -> number of arguments; what they are is said where the function is built.
 ROW_FUNCTIONS = {
@@ -18,6 +19,7 @@ ROW_FUNCTIONS = {
     "add_rows": 4,
     "silu_mul": 4,
     "embed_q8_0": 6,
+    "to_fixed": 3,
 }
 Q8_0_BYTES, Q8_0_GROUP = 34, 32
 HALF_LANES = 8
@@ -31,6 +33,7 @@ def rows_module() -> ir.Module:
     _add_rows(module)
     _silu_mul(module)
     _embed_q8_0(module)
+    _to_fixed(module)
     return module
 
 
@@ -126,6 +129,13 @@ def _embed_q8_0(module: ir.Module) -> None:
             with otherwise:
                 e.set(strangers, e.b.add(e.get(strangers), i64(1)))
     e.b.ret(e.get(strangers))
+
+
+def _to_fixed(module: ir.Module) -> None:
+    """to_fixed(x, out, blocks): 32 * blocks floats as fixed point, see fixed_ir.py."""
+    e = new_function(module, "to_fixed", ROW_FUNCTIONS["to_fixed"])
+    emit_to_fixed(e, *e.args)
+    e.b.ret(i64(0))
 
 
 def _add_to(e: Emit, x: ir.Value, y: ir.Value, n: ir.Value) -> None:

@@ -21,6 +21,7 @@ from . import step
 from .arena import Arena
 from .attention_ir import ATTENTION_FUNCTIONS, KVType, attention_module
 from .blocking import choose_blocking
+from .coded_ir import coded_module
 from .compile import Compiler, Cpu, Progress
 from .formats import PANEL, WORD_BYTES, Format
 from .layout import STEP_FIELDS
@@ -66,7 +67,8 @@ class Runtime:
         """Address of the linear kernel of a format."""
         if f.name not in self._linears:
             name = f"linear_{f.name}"
-            build = partial(linear_module, f, self._blocking)
+            module = coded_module if f.is_coded else linear_module
+            build = partial(module, f, self._blocking)
             self._linears[f.name] = self._compiler.load(name, build, [name])[name]
         return self._linears[f.name]
 

@@ -33,7 +33,10 @@ class CpuStack(DecoderStack):
         self._cos, self._sin = shape.rope_cos.contiguous(), shape.rope_sin.contiguous()
         per_kv = shape.num_heads // shape.num_kv_heads
         runtime.reserve_scratch(attention_scratch_bytes(shape.head_dim, per_kv))
-        self._buffers = StepBuffers(shape, len(layers))
+        self._is_coded = any(
+            isinstance(kept, PackedWeight) and kept.format.is_coded for kept in self._kept
+        )
+        self._buffers = StepBuffers(shape, len(layers), is_coded=self._is_coded)
         self._record = torch.zeros(at.STEP_FIELDS, dtype=torch.int64)
         self._fields = self._record.numpy()
         self._pool: tuple[int, int, torch.Size, torch.dtype] | None = None
@@ -76,12 +79,14 @@ class CpuStack(DecoderStack):
         m = c.shape[0]
         if m == 0:
             return
-        c = padded(c, 8)
+        c = padded(c, PANEL)
+        fixed = torch.empty_like(c)
         positions, out_slots = positions.int().contiguous(), out_slots.long().contiguous()
         self._check_reach(positions, out_slots, kv)
         self._fill_pool(kv)
         f = self._fields
         f[at.CONTEXT], f[at.CONTEXT_STRIDE] = c.data_ptr(), c.shape[1]
+        f[at.CONTEXT_FIXED] = fixed.data_ptr()
         f[at.POSITIONS], f[at.OUT_SLOTS] = positions.data_ptr(), out_slots.data_ptr()
         self._run("write_context", m)
 
@@ -132,6 +137,7 @@ class CpuStack(DecoderStack):
         f, s, runtime = self._fields, self._shape, self._runtime
         for name in ("rms_norm", "rotate_head", "add_rows", "silu_mul"):
             f[getattr(at, name.upper())] = runtime.rows[name]
+        f[at.TO_FIXED] = runtime.rows["to_fixed"] if self._is_coded else 0
         f[at.BARRIER], f[at.FETCH_ADD] = runtime.sync["barrier"], runtime.sync["fetch_add"]
         f[at.BARRIER_COUNTER], f[at.GIVE_WAY] = runtime.pool.barrier_address, runtime.give_way
         f[at.LAYERS], f[at.NUM_LAYERS] = self._layers.data_ptr(), len(self._layers)
@@ -169,15 +175,17 @@ class CpuStack(DecoderStack):
             f[at.TAIL_SLOTS] = rows.tail_slots.data_ptr()
             f[at.TAIL_STRIDE] = rows.tail_slots.shape[1]
 
-    def _fill_first_input(self, first_input: Tensor | None) -> Tensor | None:
-        """The given input of layer 0's qkv, padded as its weight is; the caller keeps it alive."""
+    def _fill_first_input(self, first_input: Tensor | None) -> tuple[Tensor, Tensor] | None:
+        """The given input of layer 0's qkv and its fixed point; the caller keeps them alive."""
         self._fields[at.FIRST_INPUT] = 0
         if first_input is None:
             return None
-        first_input = padded(first_input, 8)
+        first_input = padded(first_input, PANEL)
+        fixed = torch.empty_like(first_input)
         self._fields[at.FIRST_INPUT] = first_input.data_ptr()
+        self._fields[at.FIRST_FIXED] = fixed.data_ptr()
         self._fields[at.FIRST_STRIDE] = first_input.shape[1]
-        return first_input
+        return first_input, fixed
 
     def _capture_columns(self, capture: tuple[int, ...]) -> Tensor:
         """[1 + num_layers] int64: which output column block a layer's output goes to, or -1."""

@@ -11,22 +11,22 @@ from .attention_step import attend_rows
 from .layout import (
     ADD_ROWS,
     ATTENDED,
+    ATTENDED_FIXED,
     ATTENDED_STRIDE,
-    BARRIER,
-    BARRIER_COUNTER,
-    BLOCK_BYTES,
     CAPTURE_INDEX,
     CAPTURE_STRIDE,
     CAPTURED,
     CONTEXT,
+    CONTEXT_FIXED,
     CONTEXT_STRIDE,
     DOWN,
     EPS_BITS,
+    FIRST_FIXED,
     FIRST_INPUT,
     FIRST_STRIDE,
     GATE,
     GATES,
-    GIVE_WAY,
+    GATES_FIXED,
     GROUP_ROWS,
     GROUP_STARTS,
     HEAD_DIM,
@@ -38,11 +38,8 @@ from .layout import (
     K_NORM,
     KEYS,
     L_BIAS,
-    L_FUNCTION,
-    L_GROUPS,
-    L_PANEL_BYTES,
+    L_CODED,
     L_PANELS,
-    L_WORDS,
     LAYER_FIELDS,
     LAYERS,
     LINEAR_OUT,
@@ -50,7 +47,7 @@ from .layout import (
     MOVE_KEY,
     MOVE_VALUE,
     NORMED,
-    NUM_BLOCKS,
+    NORMED_FIXED,
     NUM_GROUPS,
     NUM_HEADS,
     NUM_KV_HEADS,
@@ -64,18 +61,16 @@ from .layout import (
     Q_NORM,
     QKV,
     QKV_STRIDE,
-    RMS_NORM,
     ROPE_COS,
     ROPE_SIN,
     ROTATE_HEAD,
     ROW_TO_REQ,
     SCALE_BITS,
-    SCRATCH,
-    SCRATCH_BYTES,
     SILU_MUL,
     STORE_KEY,
     STORE_VALUE,
     TAIL_SLOTS,
+    TO_FIXED,
     UNIT_COUNTERS,
     UP,
     UPS,
@@ -88,9 +83,19 @@ from .layout import (
     X,
 )
 from .native import Ints, call, compiled, int32s, int64s
-
-BLOCK = 16
-FLOAT = 4
+from .phases import (
+    BLOCK,
+    FLOAT,
+    add_linear,
+    barrier,
+    copy_rows,
+    fix_rows,
+    linear,
+    norm_rows,
+    pool_block,
+    share,
+    split_linear,
+)
 
 
 def forward(thread: int, num_threads: int, record: int) -> int:
@@ -116,12 +121,13 @@ def forward(thread: int, num_threads: int, record: int) -> int:
 def write_context(thread: int, num_threads: int, record: int) -> int:
     """K and V of every layer from one shared input."""
     r = int64s(record)
-    barriers = 0
+    source, fixed, stride = r[CONTEXT], r[CONTEXT_FIXED], r[CONTEXT_STRIDE]
+    fix_rows(r, thread, num_threads, source, fixed, stride)
+    barriers = barrier(r, num_threads, 0)
     for index in range(r[NUM_LAYERS]):
         layer = r[LAYERS] + index * LAYER_FIELDS * 8
-        source, stride = r[CONTEXT], r[CONTEXT_STRIDE]
-        split_linear(r, thread, num_threads, layer + K * 8, source, stride, r[K_COLUMN])
-        split_linear(r, thread, num_threads, layer + V * 8, source, stride, r[V_COLUMN])
+        split_linear(r, thread, num_threads, layer + K * 8, source, fixed, stride, r[K_COLUMN])
+        split_linear(r, thread, num_threads, layer + V * 8, source, fixed, stride, r[V_COLUMN])
         barriers = barrier(r, num_threads, barriers)
         store_heads(r, thread, num_threads, index, layer, r[NUM_HEADS])
         barriers = barrier(r, num_threads, barriers)
@@ -134,7 +140,11 @@ def project(thread: int, num_threads: int, record: int) -> int:
     w = int64s(r[LAYERS])
     first, last = share(w[L_PANELS], thread, num_threads)
     out, stride = r[LINEAR_OUT], r[HIDDEN_STRIDE]
-    linear(r, thread, r[LAYERS], r[CONTEXT], r[CONTEXT_STRIDE], out, stride, first, last)
+    source, fixed, ldx = r[CONTEXT], r[CONTEXT_FIXED], r[CONTEXT_STRIDE]
+    if w[L_CODED] != 0:
+        fix_rows(r, thread, num_threads, source, fixed, ldx)
+        barrier(r, num_threads, 0)
+    linear(r, thread, r[LAYERS], source, fixed, ldx, out, stride, first, last)
     if w[L_BIAS] != 0 and first < last:
         column = 32 * first * FLOAT
         for row in range(r[NUM_ROWS]):
@@ -173,23 +183,28 @@ def attention_half(
 ) -> int:
     """X += attention(norm(X)); returns the barriers passed."""
     fields = int64s(layer)
-    source, stride = r[NORMED], r[HIDDEN_STRIDE]
+    source, fixed, stride = r[NORMED], r[NORMED_FIXED], r[HIDDEN_STRIDE]
     if index == 0 and r[FIRST_INPUT] != 0:
-        source, stride = r[FIRST_INPUT], r[FIRST_STRIDE]
+        source, fixed, stride = r[FIRST_INPUT], r[FIRST_FIXED], r[FIRST_STRIDE]
     elif fields[INPUT_NORM] != 0:
         norm_rows(r, thread, num_threads, fields[INPUT_NORM])
     else:
         copy_rows(r, thread, num_threads, r[X], stride, r[NORMED], stride)
+    fix_rows(r, thread, num_threads, source, fixed, stride)
     barriers = barrier(r, num_threads, barriers)
-    split_linear(r, thread, num_threads, layer + Q * 8, source, stride, 0)
-    split_linear(r, thread, num_threads, layer + K * 8, source, stride, r[K_COLUMN])
-    split_linear(r, thread, num_threads, layer + V * 8, source, stride, r[V_COLUMN])
+    split_linear(r, thread, num_threads, layer + Q * 8, source, fixed, stride, 0)
+    split_linear(r, thread, num_threads, layer + K * 8, source, fixed, stride, r[K_COLUMN])
+    split_linear(r, thread, num_threads, layer + V * 8, source, fixed, stride, r[V_COLUMN])
     barriers = barrier(r, num_threads, barriers)
     store_heads(r, thread, num_threads, index, layer, 0)
     barriers = barrier(r, num_threads, barriers)
     attend_rows(r, thread, index)
     barriers = barrier(r, num_threads, barriers)
-    add_linear(r, thread, num_threads, layer + O * 8, r[ATTENDED], r[ATTENDED_STRIDE])
+    source, fixed, stride = r[ATTENDED], r[ATTENDED_FIXED], r[ATTENDED_STRIDE]
+    if fields[O + L_CODED] != 0:
+        fix_rows(r, thread, num_threads, source, fixed, stride)
+        barriers = barrier(r, num_threads, barriers)
+    add_linear(r, thread, num_threads, layer + O * 8, source, fixed, stride)
     return barrier(r, num_threads, barriers)
 
 
@@ -197,82 +212,23 @@ def attention_half(
 def mlp_half(r: Ints, thread: int, num_threads: int, layer: int, barriers: int) -> int:
     """X += mlp(norm(X)); returns the barriers passed."""
     fields = int64s(layer)
+    source, fixed, ld, out_ld = r[NORMED], r[NORMED_FIXED], r[HIDDEN_STRIDE], r[MLP_STRIDE]
     norm_rows(r, thread, num_threads, fields[POST_NORM])
+    fix_rows(r, thread, num_threads, source, fixed, ld)
     barriers = barrier(r, num_threads, barriers)
     first, last = share(fields[GATE + L_PANELS], thread, num_threads)
-    ld, out_ld = r[HIDDEN_STRIDE], r[MLP_STRIDE]
-    linear(r, thread, layer + GATE * 8, r[NORMED], ld, r[GATES], out_ld, first, last)
-    linear(r, thread, layer + UP * 8, r[NORMED], ld, r[UPS], out_ld, first, last)
+    linear(r, thread, layer + GATE * 8, source, fixed, ld, r[GATES], out_ld, first, last)
+    linear(r, thread, layer + UP * 8, source, fixed, ld, r[UPS], out_ld, first, last)
     if first < last:
         for row in range(r[NUM_ROWS]):
             at = (row * out_ld + 32 * first) * FLOAT
             gate = r[GATES] + at
             call(r[SILU_MUL], (gate, r[UPS] + at, gate, 32 * (last - first)))
+            if fields[DOWN + L_CODED] != 0:
+                call(r[TO_FIXED], (gate, r[GATES_FIXED] + at, last - first))
     barriers = barrier(r, num_threads, barriers)
-    add_linear(r, thread, num_threads, layer + DOWN * 8, r[GATES], out_ld)
+    add_linear(r, thread, num_threads, layer + DOWN * 8, r[GATES], r[GATES_FIXED], out_ld)
     return barrier(r, num_threads, barriers)
-
-
-@compiled
-def barrier(r: Ints, num_threads: int, passed: int) -> int:
-    """Wait for all threads; returns `passed` + 1."""
-    if num_threads > 1:
-        call(r[BARRIER], (r[BARRIER_COUNTER], passed + 1, num_threads, r[GIVE_WAY]))
-    return passed + 1
-
-
-@compiled
-def share(count: int, thread: int, num_threads: int) -> tuple[int, int]:
-    """[first, last) of a thread's part of `count` things."""
-    return count * thread // num_threads, count * (thread + 1) // num_threads
-
-
-@compiled
-def linear(
-    r: Ints, thread: int, weight: int, x: int, ldx: int, y: int, ldy: int, first: int, last: int
-) -> None:
-    """Panels [first, last) of y = x W^T for all rows; strides in floats."""
-    w = int64s(weight)
-    scratch = r[SCRATCH] + thread * r[SCRATCH_BYTES]
-    words, panel_bytes, groups = w[L_WORDS], w[L_PANEL_BYTES], w[L_GROUPS]
-    ldx, ldy, rows = ldx * FLOAT, ldy * FLOAT, r[NUM_ROWS]
-    args = (x, ldx, rows, words, first, last, panel_bytes, groups, y, ldy, scratch)
-    call(w[L_FUNCTION], args)
-
-
-@compiled
-def split_linear(
-    r: Ints, thread: int, num_threads: int, weight: int, x: int, ldx: int, column: int
-) -> None:
-    """A thread's part of one of q, k, v, which start at `column` of the qkv buffer."""
-    first, last = share(int64s(weight)[L_PANELS], thread, num_threads)
-    linear(r, thread, weight, x, ldx, r[QKV] + column * FLOAT, r[QKV_STRIDE], first, last)
-
-
-@compiled
-def add_linear(r: Ints, thread: int, num_threads: int, weight: int, x: int, ldx: int) -> None:
-    """A thread's columns of X += x W^T + bias."""
-    w = int64s(weight)
-    first, last = share(w[L_PANELS], thread, num_threads)
-    stride = r[HIDDEN_STRIDE]
-    linear(r, thread, weight, x, ldx, r[LINEAR_OUT], stride, first, last)
-    bias = w[L_BIAS]
-    if bias != 0:
-        bias += 32 * first * FLOAT
-    if first < last:
-        for row in range(r[NUM_ROWS]):
-            at = (row * stride + 32 * first) * FLOAT
-            call(r[ADD_ROWS], (r[X] + at, r[LINEAR_OUT] + at, bias, 32 * (last - first)))
-
-
-@compiled
-def norm_rows(r: Ints, thread: int, num_threads: int, weight: int) -> None:
-    """NORMED = norm(X) for a thread's rows."""
-    first, last = share(r[NUM_ROWS], thread, num_threads)
-    hidden, stride = r[HIDDEN], r[HIDDEN_STRIDE]
-    for row in range(first, last):
-        at = row * stride * FLOAT
-        call(r[RMS_NORM], (r[X] + at, weight, r[NORMED] + at, hidden, stride, r[EPS_BITS]))
 
 
 @compiled
@@ -338,28 +294,12 @@ def store_value(r: Ints, index: int, layer: int, row: int, head: int) -> None:
 
 
 @compiled
-def pool_block(r: Ints, index: int, slot: int, head: int) -> int:
-    """Offset of the block of one head that holds `slot`, in bytes."""
-    return ((index * r[NUM_BLOCKS] + slot // BLOCK) * r[NUM_KV_HEADS] + head) * r[BLOCK_BYTES]
-
-
-@compiled
 def capture(r: Ints, thread: int, num_threads: int, index: int) -> None:
     """Copy a thread's rows of X to the output of layer `index`, if it is captured."""
     column = int64s(r[CAPTURE_INDEX])[index + 1]
     if column >= 0:
         target = r[CAPTURED] + column * r[HIDDEN] * FLOAT
         copy_rows(r, thread, num_threads, r[X], r[HIDDEN_STRIDE], target, r[CAPTURE_STRIDE])
-
-
-@compiled
-def copy_rows(r: Ints, thread: int, num_threads: int, x: int, ldx: int, y: int, ldy: int) -> None:
-    """Copy `hidden` floats of a thread's rows; strides in floats."""
-    first, last = share(r[NUM_ROWS], thread, num_threads)
-    for row in range(first, last):
-        source, target = int32s(x + row * ldx * FLOAT), int32s(y + row * ldy * FLOAT)
-        for i in range(r[HIDDEN]):
-            target[i] = source[i]
 
 
 @compiled
