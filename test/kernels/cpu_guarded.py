@@ -103,7 +103,9 @@ def run(model: Model, dtype: torch.dtype, page_size: int, num_threads: int = 1) 
     tail["tail_slots"] = torch.cat([causal_rows(table, [(0, 70, 80)], page_size).out_slots])[None]
     ours.forward(guarded(normal(1, model.hidden)), guarded_rows(replace(rows, **tail)), pool)
     rows = guarded_rows(causal_rows(table, [(0, 5, 29)], page_size))
-    ours.write_context(guarded(normal(24, model.hidden)), rows.positions, rows.out_slots, pool)
+    projection = k.linear(make_weight("Q8_0", model.hidden, 96))
+    features, norm = guarded(normal(24, 96)), guarded(normal(model.hidden))
+    ours.write_context(features, projection, norm, rows.positions, rows.out_slots, pool)
     k.move_kv(pool, rows.out_slots[:9], rows.out_slots[9:18])
 
 

@@ -6,7 +6,17 @@ from dataclasses import replace
 
 import pytest
 import torch
-from cpu_cases import NAN, Model, causal_rows, in_chunks, kernels, normal, page_table, slots_of
+from cpu_cases import (
+    NAN,
+    Model,
+    causal_rows,
+    in_chunks,
+    kernels,
+    make_weight,
+    normal,
+    page_table,
+    slots_of,
+)
 
 from truespec.kernels.reference import ReferenceKernels
 
@@ -57,6 +67,24 @@ def test_contexts_longer_than_a_softmax_span_equal_the_torch_kernels(dtype):
         torch.testing.assert_close(y, expected, **close)
 
 
+@pytest.mark.parametrize("name", ["smollm", "gqa4", "mha", "quantised"])
+def test_a_final_norm_is_that_of_the_returned_rows(name):
+    model, table = MODELS[name], page_table(1, 1)
+    rows, x, norm = (
+        causal_rows(table, [(0, 0, 9)], 16),
+        normal(9, model.hidden),
+        normal(model.hidden),
+    )
+    stack = kernels().decoder_stack(model.weights(), model.shape())
+    plain, captured = stack.forward(x, rows, model.pool(1), capture=(-1, 0))
+    normed, same = stack.forward(x, rows, model.pool(1), capture=(-1, 0), final_norm=norm)
+    assert torch.equal(normed, kernels().rms_norm(plain, norm, model.shape().rms_norm_eps))
+    assert torch.equal(captured, same)
+    theirs = REFERENCE.decoder_stack(model.weights(), model.shape())
+    expected, _ = theirs.forward(x, rows, model.pool(1), final_norm=norm)
+    torch.testing.assert_close(normed, expected, rtol=1e-4, atol=1e-4)
+
+
 def test_captured_layers_are_the_residual_stream_after_them():
     model = Model(layers=3)
     table, x = page_table(1, 1), normal(5, model.hidden)
@@ -92,17 +120,21 @@ def test_a_layer_without_input_norm_takes_its_input_as_it_is():
     torch.testing.assert_close(*outputs, **CLOSE)
 
 
+@pytest.mark.parametrize("type_name", ["F32", "Q8_0"])
 @pytest.mark.parametrize("name", ["gqa4", "wide_heads"])
-def test_context_injection_fills_every_layer(name):
+def test_context_injection_fills_every_layer(name, type_name):
     model, table = MODELS[name], page_table(1, 3)
     positions = torch.arange(3, 36)
     slots = slots_of(table, torch.zeros(33, dtype=torch.long), positions, 16)
-    c = normal(33, model.hidden)
+    features, norm = normal(33, 80), normal(model.hidden, seed=1)
+    projection = make_weight(type_name, model.hidden, 80 if type_name == "F32" else 64)
+    features = features[:, : projection.shape[1]]
     pools = []
     for k in (kernels(), REFERENCE):
         pools.append(model.pool(3))
         stack = k.decoder_stack(model.weights(), model.shape())
-        stack.write_context(c, positions.int(), slots, pools[-1])
+        linear = k.linear(projection)
+        stack.write_context(features, linear, norm, positions.int(), slots, pools[-1])
     for ours, theirs in ((pools[0].k, pools[1].k), (pools[0].v, pools[1].v)):
         torch.testing.assert_close(ours, theirs, equal_nan=True, **CLOSE)
 

@@ -191,9 +191,11 @@ def test_the_first_layer_may_take_a_wider_input_of_its_own() -> None:
 def test_context_written_for_all_layers_is_what_each_would_have_stored() -> None:
     shape = make_shape()
     layers = [replace(make_layer(shape, seed), input_norm=None) for seed in (5, 6)]
-    c, rows = random(4, 24), chain(13, 17, [1, 0])
-    written = nan_pool(shape, 2, 2)
-    KERNELS.decoder_stack(layers, shape).write_context(c, rows.positions, rows.out_slots, written)
+    features, norm, rows = random(4, 40), random(24), chain(13, 17, [1, 0])
+    projection = KERNELS.linear(Weight(random(24, 40), "F32", (24, 40)))
+    c = rms_norm(projection(features), norm, shape.rms_norm_eps)
+    written, stack = nan_pool(shape, 2, 2), KERNELS.decoder_stack(layers, shape)
+    stack.write_context(features, projection, norm, rows.positions, rows.out_slots, written)
     for index, layer in enumerate(layers):
         alone = nan_pool(shape, 1, 2)
         single = KERNELS.decoder_stack([layer], shape)

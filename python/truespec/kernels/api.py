@@ -136,6 +136,7 @@ class DecoderStack(ABC):
         *,
         capture: tuple[int, ...] = (),
         first_input: Tensor | None = None,
+        final_norm: Tensor | None = None,
     ) -> tuple[Tensor, Tensor | None]:
         """Run all layers, writing K/V of every row to its `out_slots`.
 
@@ -146,20 +147,31 @@ class DecoderStack(ABC):
             capture: layer indices whose outputs (residual stream after the layer) to return;
                 -1 is `x` itself. In ascending order, no duplicates.
             first_input: [m, k] fp32 normed input of layer 0's qkv, used instead of input_norm(x).
+            final_norm: [hidden] fp32 weight of an RMSNorm of the returned rows.
 
         Returns:
-            ([m, hidden] residual stream after the last layer, before any final norm,
+            ([m, hidden] residual stream after the last layer, normed if there is a `final_norm`,
             [m, len(capture) * hidden] or `None`).
         """
 
     @abstractmethod
-    def write_context(self, c: Tensor, positions: Tensor, out_slots: Tensor, kv: KVBuffers) -> None:
+    def write_context(
+        self,
+        features: Tensor,
+        projection: PackedLinear,
+        norm: Tensor,
+        positions: Tensor,
+        out_slots: Tensor,
+        kv: KVBuffers,
+    ) -> None:
         """Fill K/V of every layer from one shared input (DSpark/DFlash context injection).
 
-        For each layer: K = rope(k_norm(W_k c)), V = W_v c (biases included, no input norm).
+        c = RMSNorm(projection(features)); for each layer K = rope(k_norm(W_k c)), V = W_v c (biases
+        included, no input norm).
 
         Args:
-            c: [m, hidden] fp32. positions: [m] int32. out_slots: [m] int64.
+            features: [m, k] fp32. projection: k to hidden, without bias, of the same kernel set.
+            norm: [hidden] fp32. positions: [m] int32. out_slots: [m] int64.
         """
 
 

@@ -144,6 +144,7 @@ class ReferenceStack(DecoderStack):
         *,
         capture: tuple[int, ...] = (),
         first_input: Tensor | None = None,
+        final_norm: Tensor | None = None,
     ) -> tuple[Tensor, Tensor | None]:
         """See `DecoderStack`."""
         captured = [x] if -1 in capture else []
@@ -151,10 +152,22 @@ class ReferenceStack(DecoderStack):
             x = self._forward_layer(index, x, rows, kv, first_input if index == 0 else None)
             if index in capture:
                 captured.append(x)
+        if final_norm is not None:
+            x = rms_norm(x, final_norm.to(x.device), self._shape.rms_norm_eps)
         return x, torch.cat(captured, dim=1) if captured else None
 
-    def write_context(self, c: Tensor, positions: Tensor, out_slots: Tensor, kv: KVBuffers) -> None:
+    def write_context(
+        self,
+        features: Tensor,
+        projection: PackedLinear,
+        norm: Tensor,
+        positions: Tensor,
+        out_slots: Tensor,
+        kv: KVBuffers,
+    ) -> None:
         """See `DecoderStack`."""
+        projected = projection(features)
+        c = rms_norm(projected, norm.to(projected.device), self._shape.rms_norm_eps)
         for index, layer in enumerate(self._layers):
             store_kv(kv, index, out_slots, *layer.keys_values(c, positions))
 

@@ -86,12 +86,8 @@ class CausalLM:
             tail_starts=batch.tail_starts,
             tail_slots=batch.tail_slots,
         )
-        x, features = self._stack.forward(self.embed(batch.token_ids), rows, kv, capture=capture)
-        return ModelOutput(self.final_norm(x), features)
-
-    def final_norm(self, x: Tensor) -> Tensor:
-        """[m, hidden] residual stream -> [m, hidden] input of the head."""
-        return self.kernels.rms_norm(x, self.norm, self.config.rms_norm_eps)
+        x = self.embed(batch.token_ids)
+        return ModelOutput(*self._stack.forward(x, rows, kv, capture=capture, final_norm=self.norm))
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[n, hidden] rows after the final norm -> [n, vocab] fp32, newly allocated."""

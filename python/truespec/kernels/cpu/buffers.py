@@ -49,9 +49,10 @@ class StepBuffers:
         fields[at.ATTENDED_STRIDE] = self._attended
         fields[at.GATES], fields[at.UPS] = self._gates.data_ptr(), self._ups.data_ptr()
         fields[at.MLP_STRIDE], fields[at.LINEAR_OUT] = self._mlp, self._linear_out.data_ptr()
-        fields[at.NORMED_FIXED] = self._normed_fixed.data_ptr()
-        fields[at.ATTENDED_FIXED] = self._attended_fixed.data_ptr()
-        fields[at.GATES_FIXED] = self._gates_fixed.data_ptr()
+        if self._is_coded:
+            fields[at.NORMED_FIXED] = self._normed_fixed.data_ptr()
+            fields[at.ATTENDED_FIXED] = self._attended_fixed.data_ptr()
+            fields[at.GATES_FIXED] = self._gates_fixed.data_ptr()
         fields[at.UNIT_COUNTERS] = self._counters.data_ptr()
         fields[at.GROUP_STARTS] = self._group_starts.data_ptr()
 

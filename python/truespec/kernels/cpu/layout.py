@@ -16,7 +16,7 @@ INPUT_NORM, Q_NORM, K_NORM, POST_NORM = range(7 * LINEAR_FIELDS, 7 * LINEAR_FIEL
 LAYER_FIELDS = POST_NORM + 1
 
 # One step of a stack. Row strides are in floats, "bytes" fields in bytes.
-STEP_FIELDS = 76
+STEP_FIELDS = 79
 (
     # functions
     BARRIER, FETCH_ADD, RMS_NORM, ROTATE_HEAD, ADD_ROWS, SILU_MUL, TO_FIXED,
@@ -32,16 +32,16 @@ STEP_FIELDS = 76
     # pool
     KEYS, VALUES_POOL, NUM_BLOCKS, BLOCKS_PER_PAGE, BLOCK_BYTES,
     # input and output
-    INPUT, FIRST_INPUT, FIRST_STRIDE, OUTPUT, CAPTURED, CAPTURE_INDEX, CAPTURE_STRIDE,
+    INPUT, FIRST_INPUT, FIRST_STRIDE, FINAL_NORM, OUTPUT, CAPTURED, CAPTURE_INDEX, CAPTURE_STRIDE,
     # shared buffers and their strides
     X, NORMED, QKV, QKV_STRIDE, K_COLUMN, V_COLUMN, ATTENDED, ATTENDED_STRIDE,
     GATES, UPS, MLP_STRIDE, LINEAR_OUT,
-    # fixed-point rows of inputs, with the strides of these; TO_FIXED is 0 where no weight is coded
+    # fixed-point rows of inputs, with the strides of these
     FIRST_FIXED, NORMED_FIXED, ATTENDED_FIXED, GATES_FIXED, CONTEXT_FIXED,
     # scratch of a thread
     SCRATCH, SCRATCH_BYTES,
-    # one layer of context injection
-    CONTEXT, CONTEXT_STRIDE,
+    # input of one weight; of context injection: features, their projection, its norm
+    CONTEXT, CONTEXT_STRIDE, PROJECTION, CONTEXT_NORM,
 ) = range(STEP_FIELDS)  # fmt: skip
 
 # Attention scratch of a thread: offsets depend on the head size only.

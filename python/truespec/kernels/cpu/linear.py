@@ -54,7 +54,11 @@ def padded_vector(vector: Tensor, length: int) -> Tensor:
 
 
 class CpuLinear(PackedLinear):
-    """y = x W^T + bias on all threads."""
+    """y = x W^T + bias on all threads.
+
+    Attributes:
+        fields: its description for compiled code (layout.py).
+    """
 
     def __init__(self, weight: Weight, bias: Tensor | None, runtime: Runtime) -> None:
         """Pack `weight`; `bias` is [n] fp32."""
@@ -63,10 +67,10 @@ class CpuLinear(PackedLinear):
         self._packed = pack(weight, runtime.arena)
         self._padded_n = self._packed.num_panels * PANEL
         self._bias = None if bias is None else padded_vector(bias, self._padded_n)
-        self._fields = torch.tensor(describe(self._packed, self._bias, runtime))
+        self.fields = torch.tensor(describe(self._packed, self._bias, runtime))
         self._record = torch.zeros(STEP_FIELDS, dtype=torch.int64)
         fields = self._record.numpy()
-        fields[LAYERS], fields[ADD_ROWS] = self._fields.data_ptr(), runtime.rows["add_rows"]
+        fields[LAYERS], fields[ADD_ROWS] = self.fields.data_ptr(), runtime.rows["add_rows"]
         fields[TO_FIXED], fields[BARRIER] = runtime.rows["to_fixed"], runtime.sync["barrier"]
         fields[BARRIER_COUNTER] = runtime.pool.barrier_address
         fields[GIVE_WAY] = runtime.give_way

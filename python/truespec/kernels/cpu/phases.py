@@ -108,23 +108,22 @@ def add_linear(
 
 
 @compiled
-def norm_rows(r: Ints, thread: int, num_threads: int, weight: int) -> None:
-    """NORMED = norm(X) for a thread's rows."""
+def norm_rows(r: Ints, thread: int, num_threads: int, x: int, weight: int) -> None:
+    """NORMED = norm(x) for a thread's rows; x has the stride of NORMED."""
     first, last = share(r[NUM_ROWS], thread, num_threads)
     hidden, stride = r[HIDDEN], r[HIDDEN_STRIDE]
     for row in range(first, last):
         at = row * stride * FLOAT
-        call(r[RMS_NORM], (r[X] + at, weight, r[NORMED] + at, hidden, stride, r[EPS_BITS]))
+        call(r[RMS_NORM], (x + at, weight, r[NORMED] + at, hidden, stride, r[EPS_BITS]))
 
 
 @compiled
 def fix_rows(r: Ints, thread: int, num_threads: int, x: int, fixed: int, ldx: int) -> None:
-    """A thread's rows in fixed point too, where a weight is coded; strides in floats."""
-    if r[TO_FIXED] != 0:
-        first, last = share(r[NUM_ROWS], thread, num_threads)
-        for row in range(first, last):
-            at = row * ldx * FLOAT
-            call(r[TO_FIXED], (x + at, fixed + at, ldx // 32))
+    """A thread's rows in fixed point too, for coded weights."""
+    first, last = share(r[NUM_ROWS], thread, num_threads)
+    for row in range(first, last):
+        at = row * ldx * FLOAT
+        call(r[TO_FIXED], (x + at, fixed + at, ldx // 32))
 
 
 @compiled

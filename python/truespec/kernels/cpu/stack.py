@@ -7,13 +7,20 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from truespec.kernels.api import AttentionRows, DecoderStack, KVBuffers, LayerWeights, StackShape
+from truespec.kernels.api import (
+    AttentionRows,
+    DecoderStack,
+    KVBuffers,
+    LayerWeights,
+    PackedLinear,
+    StackShape,
+)
 
 from . import layout as at
 from .attention_step import attention_scratch_bytes
 from .buffers import StepBuffers, pad
 from .formats import PANEL
-from .linear import describe, padded_vector
+from .linear import CpuLinear, describe, padded_vector
 from .pack import PackedWeight, pack
 from .runtime import Runtime
 from .small import fill_pool, float_bits, padded
@@ -51,6 +58,7 @@ class CpuStack(DecoderStack):
         *,
         capture: tuple[int, ...] = (),
         first_input: Tensor | None = None,
+        final_norm: Tensor | None = None,
     ) -> tuple[Tensor, Tensor | None]:
         """See `DecoderStack`."""
         m, hidden = x.shape
@@ -65,28 +73,40 @@ class CpuStack(DecoderStack):
         self._fill_pool(kv)
         self._fill_rows(rows)
         first = self._fill_first_input(first_input)
+        last_norm = None if final_norm is None else padded(final_norm.float(), PANEL)
         columns = self._capture_columns(capture)
         f = self._fields
         f[at.INPUT], f[at.OUTPUT] = x.data_ptr(), out.data_ptr()
         f[at.CAPTURED] = 0 if captured is None else captured.data_ptr()
         f[at.CAPTURE_INDEX], f[at.CAPTURE_STRIDE] = columns.data_ptr(), len(capture) * hidden
+        f[at.FINAL_NORM] = 0 if last_norm is None else last_norm.data_ptr()
         self._run("forward", m)
-        del first  # NOTE: everything the record points at lives until here
+        del first, last_norm  # NOTE: everything the record points at lives until here
         return out, captured
 
-    def write_context(self, c: Tensor, positions: Tensor, out_slots: Tensor, kv: KVBuffers) -> None:
+    def write_context(
+        self,
+        features: Tensor,
+        projection: PackedLinear,
+        norm: Tensor,
+        positions: Tensor,
+        out_slots: Tensor,
+        kv: KVBuffers,
+    ) -> None:
         """See `DecoderStack`."""
-        m = c.shape[0]
+        assert isinstance(projection, CpuLinear), type(projection)
+        m = features.shape[0]
         if m == 0:
             return
-        c = padded(c, PANEL)
-        fixed = torch.empty_like(c)
+        features, norm = padded(features, PANEL), padded(norm.float(), PANEL)
+        fixed = torch.empty_like(features)
         positions, out_slots = positions.int().contiguous(), out_slots.long().contiguous()
         self._check_reach(positions, out_slots, kv)
         self._fill_pool(kv)
         f = self._fields
-        f[at.CONTEXT], f[at.CONTEXT_STRIDE] = c.data_ptr(), c.shape[1]
+        f[at.CONTEXT], f[at.CONTEXT_STRIDE] = features.data_ptr(), features.shape[1]
         f[at.CONTEXT_FIXED] = fixed.data_ptr()
+        f[at.PROJECTION], f[at.CONTEXT_NORM] = projection.fields.data_ptr(), norm.data_ptr()
         f[at.POSITIONS], f[at.OUT_SLOTS] = positions.data_ptr(), out_slots.data_ptr()
         self._run("write_context", m)
 
@@ -135,9 +155,8 @@ class CpuStack(DecoderStack):
     def _fill_constants(self) -> None:
         """Fields that no step changes."""
         f, s, runtime = self._fields, self._shape, self._runtime
-        for name in ("rms_norm", "rotate_head", "add_rows", "silu_mul"):
+        for name in ("rms_norm", "rotate_head", "add_rows", "silu_mul", "to_fixed"):
             f[getattr(at, name.upper())] = runtime.rows[name]
-        f[at.TO_FIXED] = runtime.rows["to_fixed"] if self._is_coded else 0
         f[at.BARRIER], f[at.FETCH_ADD] = runtime.sync["barrier"], runtime.sync["fetch_add"]
         f[at.BARRIER_COUNTER], f[at.GIVE_WAY] = runtime.pool.barrier_address, runtime.give_way
         f[at.LAYERS], f[at.NUM_LAYERS] = self._layers.data_ptr(), len(self._layers)

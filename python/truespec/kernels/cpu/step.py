@@ -18,9 +18,11 @@ from .layout import (
     CAPTURED,
     CONTEXT,
     CONTEXT_FIXED,
+    CONTEXT_NORM,
     CONTEXT_STRIDE,
     DOWN,
     EPS_BITS,
+    FINAL_NORM,
     FIRST_FIXED,
     FIRST_INPUT,
     FIRST_STRIDE,
@@ -58,6 +60,7 @@ from .layout import (
     OUTPUT,
     POSITIONS,
     POST_NORM,
+    PROJECTION,
     Q_NORM,
     QKV,
     QKV_STRIDE,
@@ -114,16 +117,24 @@ def forward(thread: int, num_threads: int, record: int) -> int:
         barriers = attention_half(r, thread, num_threads, index, layer, barriers)
         barriers = mlp_half(r, thread, num_threads, layer, barriers)
         capture(r, thread, num_threads, index)
-    copy_rows(r, thread, num_threads, r[X], stride, r[OUTPUT], hidden)
+    result = r[X]
+    if r[FINAL_NORM] != 0:
+        result = r[NORMED]
+        norm_rows(r, thread, num_threads, r[X], r[FINAL_NORM])
+    copy_rows(r, thread, num_threads, result, stride, r[OUTPUT], hidden)
     return 0
 
 
 def write_context(thread: int, num_threads: int, record: int) -> int:
-    """K and V of every layer from one shared input."""
+    """K and V of every layer from one shared input, the normed projection of CONTEXT."""
     r = int64s(record)
-    source, fixed, stride = r[CONTEXT], r[CONTEXT_FIXED], r[CONTEXT_STRIDE]
-    fix_rows(r, thread, num_threads, source, fixed, stride)
-    barriers = barrier(r, num_threads, 0)
+    barriers = project_rows(r, thread, num_threads, r[PROJECTION], 0)
+    barriers = barrier(r, num_threads, barriers)
+    source, fixed, stride = r[NORMED], r[NORMED_FIXED], r[HIDDEN_STRIDE]
+    norm_rows(r, thread, num_threads, r[LINEAR_OUT], r[CONTEXT_NORM])
+    if r[NORMED_FIXED] != 0:
+        fix_rows(r, thread, num_threads, source, fixed, stride)
+    barriers = barrier(r, num_threads, barriers)
     for index in range(r[NUM_LAYERS]):
         layer = r[LAYERS] + index * LAYER_FIELDS * 8
         split_linear(r, thread, num_threads, layer + K * 8, source, fixed, stride, r[K_COLUMN])
@@ -137,26 +148,14 @@ def write_context(thread: int, num_threads: int, record: int) -> int:
 def project(thread: int, num_threads: int, record: int) -> int:
     """LINEAR_OUT = CONTEXT W^T + bias for the one weight at LAYERS."""
     r = int64s(record)
-    w = int64s(r[LAYERS])
-    first, last = share(w[L_PANELS], thread, num_threads)
-    out, stride = r[LINEAR_OUT], r[HIDDEN_STRIDE]
-    source, fixed, ldx = r[CONTEXT], r[CONTEXT_FIXED], r[CONTEXT_STRIDE]
-    if w[L_CODED] != 0:
-        fix_rows(r, thread, num_threads, source, fixed, ldx)
-        barrier(r, num_threads, 0)
-    linear(r, thread, r[LAYERS], source, fixed, ldx, out, stride, first, last)
-    if w[L_BIAS] != 0 and first < last:
-        column = 32 * first * FLOAT
-        for row in range(r[NUM_ROWS]):
-            target = out + row * stride * FLOAT + column
-            call(r[ADD_ROWS], (target, w[L_BIAS] + column, 0, 32 * (last - first)))
+    project_rows(r, thread, num_threads, r[LAYERS], 0)
     return 0
 
 
 def normalise(thread: int, num_threads: int, record: int) -> int:
     """NORMED = norm(X) with the weight at LAYERS."""
     r = int64s(record)
-    norm_rows(r, thread, num_threads, r[LAYERS])
+    norm_rows(r, thread, num_threads, r[X], r[LAYERS])
     return 0
 
 
@@ -178,6 +177,25 @@ def move_slots(thread: int, num_threads: int, record: int) -> int:
 
 
 @compiled
+def project_rows(r: Ints, thread: int, num_threads: int, weight: int, barriers: int) -> int:
+    """A thread's columns of LINEAR_OUT = CONTEXT W^T + bias; returns the barriers passed."""
+    w = int64s(weight)
+    first, last = share(w[L_PANELS], thread, num_threads)
+    out, stride = r[LINEAR_OUT], r[HIDDEN_STRIDE]
+    source, fixed, ldx = r[CONTEXT], r[CONTEXT_FIXED], r[CONTEXT_STRIDE]
+    if w[L_CODED] != 0:
+        fix_rows(r, thread, num_threads, source, fixed, ldx)
+        barriers = barrier(r, num_threads, barriers)
+    linear(r, thread, weight, source, fixed, ldx, out, stride, first, last)
+    if w[L_BIAS] != 0 and first < last:
+        column = 32 * first * FLOAT
+        for row in range(r[NUM_ROWS]):
+            target = out + row * stride * FLOAT + column
+            call(r[ADD_ROWS], (target, w[L_BIAS] + column, 0, 32 * (last - first)))
+    return barriers
+
+
+@compiled
 def attention_half(
     r: Ints, thread: int, num_threads: int, index: int, layer: int, barriers: int
 ) -> int:
@@ -187,10 +205,11 @@ def attention_half(
     if index == 0 and r[FIRST_INPUT] != 0:
         source, fixed, stride = r[FIRST_INPUT], r[FIRST_FIXED], r[FIRST_STRIDE]
     elif fields[INPUT_NORM] != 0:
-        norm_rows(r, thread, num_threads, fields[INPUT_NORM])
+        norm_rows(r, thread, num_threads, r[X], fields[INPUT_NORM])
     else:
         copy_rows(r, thread, num_threads, r[X], stride, r[NORMED], stride)
-    fix_rows(r, thread, num_threads, source, fixed, stride)
+    if (fields[Q + L_CODED] | fields[K + L_CODED] | fields[V + L_CODED]) != 0:
+        fix_rows(r, thread, num_threads, source, fixed, stride)
     barriers = barrier(r, num_threads, barriers)
     split_linear(r, thread, num_threads, layer + Q * 8, source, fixed, stride, 0)
     split_linear(r, thread, num_threads, layer + K * 8, source, fixed, stride, r[K_COLUMN])
@@ -213,8 +232,9 @@ def mlp_half(r: Ints, thread: int, num_threads: int, layer: int, barriers: int) 
     """X += mlp(norm(X)); returns the barriers passed."""
     fields = int64s(layer)
     source, fixed, ld, out_ld = r[NORMED], r[NORMED_FIXED], r[HIDDEN_STRIDE], r[MLP_STRIDE]
-    norm_rows(r, thread, num_threads, fields[POST_NORM])
-    fix_rows(r, thread, num_threads, source, fixed, ld)
+    norm_rows(r, thread, num_threads, r[X], fields[POST_NORM])
+    if (fields[GATE + L_CODED] | fields[UP + L_CODED]) != 0:
+        fix_rows(r, thread, num_threads, source, fixed, ld)
     barriers = barrier(r, num_threads, barriers)
     first, last = share(fields[GATE + L_PANELS], thread, num_threads)
     linear(r, thread, layer + GATE * 8, source, fixed, ld, r[GATES], out_ld, first, last)

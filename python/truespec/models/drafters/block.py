@@ -64,8 +64,7 @@ class BlockDrafter:
             features: [n, m * H] fp32 in the order of `config.target_layer_ids`.
             positions: [n] int32. out_slots: [n] int64.
         """
-        context = self._norm(self.fc(features), self.hidden_norm)
-        self.stack.write_context(context, positions, out_slots, kv)
+        self.stack.write_context(features, self.fc, self.hidden_norm, positions, out_slots, kv)
 
     def hidden(self, anchor_ids: Tensor, rows: AttentionRows, kv: KVBuffers) -> Tensor:
         """The block pass.
@@ -79,11 +78,8 @@ class BlockDrafter:
         size = len(rows.positions) // len(anchor_ids)
         x = self.mask_embedding.expand(len(anchor_ids), size, -1).clone()
         x[:, 0] = self.target.embed(anchor_ids)
-        out, _ = self.stack.forward(x.flatten(0, 1), rows, kv)
-        return self._norm(out, self.norm).view(-1, size, out.shape[1])
-
-    def _norm(self, x: Tensor, weight: Tensor) -> Tensor:
-        return self.target.kernels.rms_norm(x, weight, self.config.layer.rms_norm_eps)
+        out, _ = self.stack.forward(x.flatten(0, 1), rows, kv, final_norm=self.norm)
+        return out.view(-1, size, out.shape[1])
 
 
 def load_block_drafter(path: Path, target: CausalLM, block_size: int | None = None) -> BlockDrafter:

@@ -106,8 +106,9 @@ class Eagle3Drafter(RecurrentDrafter):
             rows,
             kv,
             first_input=torch.cat([embedded, feature], dim=1),
+            final_norm=norms.output if parts.config.norm_output else None,
         )
-        return parts.norm(out, norms.output) if parts.config.norm_output else out
+        return out
 
     def logits(self, carried: Tensor) -> Tensor:
         if self._parts.config.norm_output:

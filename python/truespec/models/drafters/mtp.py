@@ -79,8 +79,9 @@ class MtpHead(RecurrentDrafter):
             self._norm(hidden, weights.hidden_norm),
         ]
         joined = weights.join(torch.cat(pair if dialect.embedding_first else pair[::-1], dim=1))
-        out, _ = weights.stack.forward(joined, rows, kv)
-        return self._norm(out, weights.norm) if dialect.carries_normed else out
+        norm = weights.norm if dialect.carries_normed else None
+        out, _ = weights.stack.forward(joined, rows, kv, final_norm=norm)
+        return out
 
     def logits(self, carried: Tensor) -> Tensor:
         if self._dialect.carries_normed:
