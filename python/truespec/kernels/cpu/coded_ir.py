@@ -129,7 +129,8 @@ def _block(
     with e.loop(a.groups) as g:
         start = e.address(a.w, e.times(g, f.words * ROW_BYTES))
         bases = vectors_of(e, start, a.panel_stride, vectors)
-        prefetch(e, f, bases, PREFETCH_BYTES)
+        if vectors <= PANEL_VECTORS:  # wide blocks wait for memory: asking for more slows them
+            prefetch(e, f, bases, PREFETCH_BYTES)
         block, half = _place(e, f, g)
         inputs = [
             e.address(a.x, e.times(a.ldx, r), e.times(block, BLOCK_BYTES)) for r in range(rows)
