@@ -9,8 +9,9 @@ import json
 from collections.abc import Mapping
 from pathlib import Path
 
+import gguf
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from tiny import Option
@@ -76,6 +77,26 @@ def write(directory: Path, tensors: Mapping[str, Tensor], config: Mapping[str, o
     save_file(contiguous, directory / "model.safetensors")
     (directory / "config.json").write_text(json.dumps(dict(config)), encoding="utf-8")
     return directory
+
+
+def rounded(tensor: Tensor, type_name: str) -> Tensor:
+    """The values that the gguf library's type gives to a matrix."""
+    kind = gguf.GGMLQuantizationType[type_name]
+    blocks = gguf.quants.quantize(tensor.float().numpy(), kind)
+    return torch.from_numpy(gguf.quants.dequantize(blocks, kind))
+
+
+def rounded_copy(path: Path, directory: Path, type_name: str) -> Path:
+    """A drafter that stores what `type_name` makes of the matrices it multiplies with.
+
+    Those are all whose rows are whole blocks of 32, but for embeddings and the sequential heads.
+    """
+    tensors = load_file(path / "model.safetensors")
+    for name, tensor in tensors.items():
+        is_kept = "markov" in name or "confidence" in name or "embed_tokens" in name
+        if tensor.dim() == 2 and tensor.shape[1] % 32 == 0 and not is_kept:
+            tensors[name] = rounded(tensor, type_name)
+    return write(directory, tensors, json.loads((path / "config.json").read_text(encoding="utf-8")))
 
 
 def draft_vocabulary(size: int, vocab: int) -> dict[str, Tensor]:

@@ -12,6 +12,7 @@ from truespec.params import LogprobMode
 
 Algorithm = Literal["NONE", "NGRAM", "DSPARK", "DFLASH", "EAGLE", "EAGLE3", "NEXTN"]
 AcceptMode = Literal["coupled", "rejection"]
+Quantization = Literal["none", "q8_0", "q4_1"]
 DEFAULT_MODEL = "smollm2"
 
 
@@ -49,6 +50,9 @@ class EngineConfig:
     max_logprobs: Annotated[int, "most alternatives per token a request may ask for"] = 20
     speculative_algorithm: Annotated[Algorithm, "how tokens are drafted"] = "NONE"
     speculative_draft_model_path: Annotated[str | None, "directory of the drafter"] = None
+    speculative_draft_model_quantization: Annotated[
+        Literal["auto", Quantization], "type of the drafter's matrices"
+    ] = "auto"
     speculative_num_steps: Annotated[int | None, "draft depth"] = None
     speculative_eagle_topk: Annotated[int | None, "children per tree node (1: a chain)"] = None
     speculative_num_draft_tokens: Annotated[int | None, "rows verified per step, root included"] = (
@@ -112,12 +116,14 @@ class Machine(NamedTuple):
 
     Attributes:
         device: "cpu" or "cuda".
+        kernels: name of the kernel set.
         free_bytes: memory the KV cache may be taken from.
         context_length: of the model.
         kv_bytes_per_token: in the cache's type, target and draft layers together.
     """
 
     device: Literal["cpu", "cuda"]
+    kernels: str
     free_bytes: int
     context_length: int
     kv_bytes_per_token: int
@@ -150,6 +156,7 @@ def resolve(config: EngineConfig, machine: Machine) -> EngineConfig:
         context_length=context,
         max_total_tokens=pages * config.page_size,
         deterministic=config.deterministic or machine.device == "cpu",
+        speculative_draft_model_quantization=draft_quantization(config, machine.kernels),
     )
 
 
@@ -161,3 +168,13 @@ def kv_dtype(config: EngineConfig, device: str) -> KVDtype:
     if config.kv_cache_dtype != "auto":
         return config.kv_cache_dtype
     return "float32" if device == "cpu" else "bfloat16"
+
+
+def draft_quantization(config: EngineConfig, kernels: str) -> Quantization:
+    """Type of a drafter's matrices: 4 bits for kernels that compute on them, unless chosen.
+
+    The torch kernels would widen them again, and gain nothing.
+    """
+    if config.speculative_draft_model_quantization != "auto":
+        return config.speculative_draft_model_quantization
+    return "q4_1" if kernels == "numba" else "none"

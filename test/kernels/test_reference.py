@@ -24,7 +24,7 @@ from truespec.kernels.api import (
 from truespec.kernels.reference import ReferenceKernels, rms_norm, silu
 from truespec.kernels.reference_attention import attention, store_kv
 from truespec.kernels.reference_selftest import self_test_row_invariance
-from truespec.kernels.reference_weights import widen
+from truespec.kernels.reference_weights import NARROWED_AT_ONCE, narrow, widen
 from truespec.layers.rope import RopeParameters, rope_tables
 
 KERNELS = ReferenceKernels()
@@ -304,6 +304,39 @@ def test_an_embedding_row_is_the_widened_row(type_name: str) -> None:
     ids = torch.tensor([10, 0, 0, 3])
     assert torch.equal(KERNELS.embedding(weight, ids), widen(weight)[ids])
     torch.testing.assert_close(widen(weight), random(11, 64), rtol=0, atol=0.25)
+
+
+@pytest.mark.parametrize("type_name", ["Q8_0", "Q4_1"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_a_narrowed_weight_has_the_values_of_the_library(
+    dtype: torch.dtype, type_name: str
+) -> None:
+    n, kind = NARROWED_AT_ONCE + 37, gguf.GGMLQuantizationType[type_name]
+    data = random(n, 96).to(dtype)
+    stored = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}[dtype]
+    narrowed = narrow(Weight(data, stored, (n, 96)), type_name)
+    assert (narrowed.type, narrowed.shape) == (type_name, (n, 96))
+    expected = gguf.quants.quantize(data.float().numpy(), kind)
+    assert torch.equal(narrowed.data, torch.from_numpy(expected))
+
+
+def test_blocks_are_narrowed_to_fewer_bits_only() -> None:
+    eight = narrow(fp32_weight(5, 64), "Q8_0")
+    assert narrow(eight, "Q8_0") is eight
+    four = narrow(eight, "Q4_1")
+    assert four.type == "Q4_1"
+    assert torch.equal(four.data, narrow(Weight(widen(eight), "F32", (5, 64)), "Q4_1").data)
+    assert narrow(four, "Q8_0") is four
+    assert narrow(eight, None) is eight
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf, 1e6])
+def test_a_weight_that_blocks_cannot_hold_stays_as_it_is(bad: float) -> None:
+    whole = fp32_weight(5, 64)
+    whole.data[3, 7] = bad
+    assert narrow(whole, "Q4_1") is whole
+    partial = fp32_weight(5, 48)
+    assert narrow(partial, "Q4_1") is partial
 
 
 def test_a_weight_of_an_unknown_type_is_refused() -> None:

@@ -11,7 +11,18 @@ from torch import Tensor
 
 import tiny_drafters
 from dense_drafters import DenseLayer, draft_pool, rms, rows_at, stored, tiny_target
-from tiny_drafters import HIDDEN, LAYER_FIELDS, RANK, TARGET_LAYERS, VOCAB, block_tensors, write
+from tiny_drafters import (
+    HIDDEN,
+    LAYER_FIELDS,
+    RANK,
+    TARGET_LAYERS,
+    VOCAB,
+    block_tensors,
+    rounded,
+    rounded_copy,
+    write,
+)
+from truespec.kernels.api import Weight
 from truespec.models.drafters.block import BlockDrafter, load_block_drafter
 from truespec.models.fields import CheckpointError
 from truespec.models.llama import CausalLM
@@ -179,6 +190,50 @@ def _markov(
     g, c, o = (torch.cat([s, e, h], 1) @ weight.T + bias).chunk(3, dim=1)
     s = torch.sigmoid(g) * s + (1 - torch.sigmoid(g)) * torch.tanh(c)
     return torch.tanh(o), s
+
+
+@pytest.mark.parametrize("type_name", ["Q8_0", "Q4_1"])
+@pytest.mark.parametrize("kind", ["vanilla", "gated", "rnn"])
+def test_matrices_are_rounded_and_the_sequential_heads_are_not(
+    kind: str,
+    type_name: str,
+    target: CausalLM,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(tiny_drafters, "RANK", 32)  # so that their rows are whole blocks
+    path = tiny_drafters.dspark(tmp_path / "a", markov=kind)
+    exact = load_block_drafter(path, target)
+    drafter = load_block_drafter(path, target, weight_type=type_name)
+    copy = load_block_drafter(rounded_copy(path, tmp_path / "b", type_name), target)
+    features = torch.randn(CONTEXT, 2 * HIDDEN, generator=torch.Generator().manual_seed(2))
+    hidden = _hidden(drafter, target, features)
+    assert torch.equal(hidden, _hidden(copy, target, features))
+    assert not torch.equal(hidden, _hidden(exact, target, features))
+    assert drafter.head is target.head
+    assert torch.equal(_sequential(drafter, hidden), _sequential(exact, hidden))
+
+
+def _sequential(drafter: BlockDrafter, hidden: Tensor) -> Tensor:
+    """[rows, V + 1] Markov biases of the first step and confidences behind token 5."""
+    markov, confidence = drafter.markov, drafter.confidence
+    assert markov is not None
+    assert confidence is not None
+    embedded = markov.embed(torch.full((len(hidden),), 5))
+    bias, _ = markov.bias(embedded, hidden, markov.initial_state(len(hidden)))
+    sure = confidence(hidden.unsqueeze(1), embedded.unsqueeze(1))
+    return torch.cat([bias, sure], dim=1)
+
+
+def test_the_targets_rows_are_rounded_in_a_head_over_some_of_them(
+    target: CausalLM, tmp_path: Path
+) -> None:
+    drafter = load_block_drafter(_speculators(tmp_path), target, weight_type="Q4_1")
+    assert drafter.target_ids is not None
+    values = rounded(target.head_weight.data[drafter.target_ids], "Q4_1")
+    expected = target.kernels.linear(Weight(values, "F32", (len(values), HIDDEN)))
+    x = torch.randn(3, HIDDEN, generator=torch.Generator().manual_seed(4))
+    assert torch.equal(drafter.head(x), expected(x))
 
 
 def test_the_row_rule_follows_classes_and_fields(target: CausalLM, tmp_path: Path) -> None:

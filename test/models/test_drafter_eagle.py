@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,7 @@ from torch import Tensor
 
 import tiny_drafters
 from dense_drafters import DenseLayer, draft_pool, rms, rows_at, stored, tiny_target
-from tiny_drafters import HIDDEN, VOCAB
+from tiny_drafters import HIDDEN, VOCAB, rounded_copy
 from truespec.batch import ModelOutput
 from truespec.models.drafters.eagle import load_eagle
 from truespec.models.drafters.recurrent import RecurrentDrafter
@@ -122,6 +123,20 @@ def test_draft_ids_are_offset_by_d2t(target: CausalLM, tmp_path: Path) -> None:
     assert drafter is not None
     assert drafter.target_ids is not None
     assert drafter.target_ids.tolist() == kept.tolist()
+
+
+@pytest.mark.parametrize("type_name", ["Q8_0", "Q4_1"])
+@pytest.mark.parametrize("make", [tiny_drafters.eagle3, tiny_drafters.eagle1])
+def test_matrices_and_an_own_head_are_rounded(
+    make: Callable[[Path], Path], type_name: str, target: CausalLM, tmp_path: Path
+) -> None:
+    path = make(tmp_path / "a")
+    copy = rounded_copy(path, tmp_path / "b", type_name)
+    output, ids = _inputs(3)
+    found = [load_eagle(path, target, 4, type_name), load_eagle(copy, target, 4)]
+    runs = [_run(drafter, target, output, ids) for drafter in found if drafter is not None]
+    assert torch.equal(runs[0][0], runs[1][0])
+    assert torch.equal(runs[0][1], runs[1][1])
 
 
 @pytest.mark.parametrize("bias", [True, False])

@@ -7,12 +7,13 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from torch import Tensor
 
 import tiny_drafters
 from dense_drafters import DenseLayer, draft_pool, rms, rows_at, stored, tiny_target
-from tiny_drafters import HIDDEN, MTP_NAMES, TARGET_LAYERS, VOCAB
+from tiny_drafters import HIDDEN, MTP_NAMES, TARGET_LAYERS, VOCAB, rounded_copy
 from truespec.batch import ModelOutput
-from truespec.models.drafters.mtp import load_mtp
+from truespec.models.drafters.mtp import MtpHead, load_mtp
 from truespec.models.fields import CheckpointError
 from truespec.models.llama import CausalLM
 
@@ -31,19 +32,48 @@ def test_heads_equal_dense_formulas(family: str, target: CausalLM, tmp_path: Pat
     assert found is not None
     assert len(found.heads) == 2
     assert found.is_chained == (family != "mimo_v2")
+    output, ids = _inputs()
+    for index, head in enumerate(found.heads):
+        carried, logits = _run(head, target, output, ids)
+        expected = _dense(path, family, index, target, output, ids)
+        torch.testing.assert_close(carried.double(), expected[0], rtol=2e-4, atol=2e-4)
+        torch.testing.assert_close(logits.double(), expected[1], rtol=2e-4, atol=2e-4)
+
+
+@pytest.mark.parametrize("type_name", ["Q8_0", "Q4_1"])
+@pytest.mark.parametrize("family", MTP_NAMES)
+def test_matrices_and_own_heads_are_rounded_and_embeddings_are_not(
+    family: str, type_name: str, target: CausalLM, tmp_path: Path
+) -> None:
+    path = tiny_drafters.mtp(tmp_path / "a", family, num_heads=2)
+    found = load_mtp(path, target, 4, type_name)
+    copy = load_mtp(rounded_copy(path, tmp_path / "b", type_name), target, 4)
+    assert found is not None
+    assert copy is not None
+    output, ids = _inputs()
+    for head, same in zip(found.heads, copy.heads, strict=True):
+        runs = [_run(each, target, output, ids) for each in (head, same)]
+        assert torch.equal(runs[0][0], runs[1][0])
+        assert torch.equal(runs[0][1], runs[1][1])
+
+
+def _inputs() -> tuple[ModelOutput, Tensor]:
     generator = torch.Generator().manual_seed(1)
     output = ModelOutput(
         torch.randn(LENGTH, HIDDEN, generator=generator),
         torch.randn(LENGTH, HIDDEN, generator=generator),
     )
-    ids = torch.randint(0, VOCAB, (LENGTH,), generator=generator)
-    for index, head in enumerate(found.heads):
-        kv, table = draft_pool(target, 1)
-        rows = rows_at(torch.arange(LENGTH), table)
-        carried = head.forward(head.inputs(output, torch.arange(LENGTH)), ids, rows, kv)
-        expected = _dense(path, family, index, target, output, ids)
-        torch.testing.assert_close(carried.double(), expected[0], rtol=2e-4, atol=2e-4)
-        torch.testing.assert_close(head.logits(carried).double(), expected[1], rtol=2e-4, atol=2e-4)
+    return output, torch.randint(0, VOCAB, (LENGTH,), generator=generator)
+
+
+def _run(
+    head: MtpHead, target: CausalLM, output: ModelOutput, ids: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Carried states and logits of a sequence."""
+    kv, table = draft_pool(target, 1)
+    rows = rows_at(torch.arange(LENGTH), table)
+    carried = head.forward(head.inputs(output, torch.arange(LENGTH)), ids, rows, kv)
+    return carried, head.logits(carried)
 
 
 def _dense(

@@ -74,6 +74,13 @@ def test_values_of_optional_and_float_options_may_be_null_and_whole() -> None:
     check_values({"context_length": None, "mem_fraction_static": 1}, KNOWN, "file.toml")
 
 
+def test_the_types_of_a_drafter_are_those_that_can_be_written() -> None:
+    flag = "--speculative-draft-model-quantization"
+    assert parse(flag, "q8_0") == {"speculative_draft_model_quantization": "q8_0"}
+    with pytest.raises(argparse.ArgumentError, match="invalid choice: 'q5_k'"):
+        parse(flag, "q5_k")
+
+
 def test_a_broken_file_ends_with_status_2(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     path = tmp_path / "a.toml"
     path.write_text("port =")

@@ -20,6 +20,7 @@ from harness import (
     Job,
     Result,
     expect_plain,
+    kernels,
     make_params,
     make_prompts,
     pairwise_rows,
@@ -149,6 +150,22 @@ def test_no_setting_of_the_engine_shows_in_what_a_drafter_returns(name: str) -> 
     assert retractions > 3, "the small pool was never too small"
     accepted = sum(count.num_accepted for count in counts)
     assert 0 < accepted < sum(count.num_drafts for count in counts)
+
+
+@pytest.mark.parametrize("quantization", ["none", "q8_0", "q4_1"])
+@pytest.mark.parametrize("name", ["dspark", "dflash", "eagle3 tree 4x4", "eagle chain", "nextn"])
+def test_fewer_bits_in_a_drafter_change_nothing(name: str, quantization: str) -> None:
+    engine = drafter_engine(name, "qwen2", draft_model_quantization=quantization)
+    results = engine.run(JOBS[:12])
+    expect_plain("qwen2", JOBS[:12], results)
+    assert 0 < total(results).num_accepted < total(results).num_drafts
+
+
+def test_a_drafter_has_four_bits_where_kernels_compute_on_them() -> None:
+    chosen = drafter_engine("dspark", "llama").worker.config.speculative_draft_model_quantization
+    assert chosen == ("q4_1" if kernels().name == "numba" else "none")
+    engine = drafter_engine("dspark", "llama", draft_model_quantization="q8_0")
+    assert engine.worker.config.speculative_draft_model_quantization == "q8_0"
 
 
 @pytest.mark.parametrize("name", ["ngram", "dspark", "eagle3 tree 4x4", "multi-layer chained"])

@@ -9,8 +9,8 @@ from dataclasses import dataclass, replace
 
 import pytest
 import torch
-from drafters import drafter_engine, drafter_path
-from harness import NUM_LAYERS, VOCAB_SIZE, target
+from drafters import Value, drafter_engine, drafter_path
+from harness import NUM_LAYERS, VOCAB_SIZE, Engine, target
 from test_draft_cache import Drafted, Logger
 from torch import Tensor
 
@@ -27,9 +27,14 @@ PROMPT = [5, 17, 30, 8, 44, 21, 9, 9, 36, 12, 40, 3, 27, 33, 18, 6, 25, 11, 29]
 L = len(PROMPT) - 1  # position of the root
 
 
+def _engine(name: str, **options: Value) -> Engine:
+    """With matrices as they are stored, since the formulas read these."""
+    return drafter_engine(name, FAMILY, chunk=L, draft_model_quantization="none", **options)
+
+
 def _first_draft(name: str, temperature: float = 0.0) -> Drafted:
     """What is drafted behind the last token of the prompt."""
-    logger = Logger(drafter_engine(name, FAMILY, chunk=L))
+    logger = Logger(_engine(name))
     scheduler = logger.engine.scheduler
     params = SamplingParams(temperature=temperature, seed=4, max_tokens=40, ignore_eos=True)
     scheduler.submit(Submit("a", PROMPT, params))
@@ -212,7 +217,7 @@ def test_a_tree_node_has_the_logprob_that_a_chain_along_its_path_gives() -> None
         paths.append([*(paths[parent - 1] if parent else []), token_id])
     assert max(map(len, paths)) >= 3
     assert len({tuple(path[:-1]) for path in paths}) > 3, "the tree does not branch"
-    engine = drafter_engine("eagle3 tree 4x4", FAMILY, chunk=L, eagle_topk=1, num_draft_tokens=5)
+    engine = _engine("eagle3 tree 4x4", eagle_topk=1, num_draft_tokens=5)
     logger = Logger(engine)
     _Forced.path = []
     worker = engine.worker

@@ -137,6 +137,7 @@ def test_the_engine_drafts_what_the_trained_module_says(tiny_llama: Path, tmp_pa
         max_total_tokens=1024,
         speculative_algorithm="DFLASH",
         speculative_draft_model_path=str(tmp_path / "out"),
+        speculative_draft_model_quantization="none",
         speculative_adaptive=False,
     )
     llm = LLM(config)

@@ -20,6 +20,7 @@ from truespec.kernels.api import (
     StackShape,
     Weight,
 )
+from truespec.kernels.reference_weights import narrow
 
 from .config import ModelConfig
 
@@ -93,8 +94,13 @@ class CausalLM:
         """[n, hidden] rows after the final norm -> [n, vocab] fp32, newly allocated."""
         return self.head(hidden)
 
-    def head_rows(self, token_ids: Tensor) -> PackedLinear:
-        """A head over some of the vocabulary: output i is the logit of `token_ids[i]` ([n])."""
+    def head_rows(self, token_ids: Tensor, weight_type: str | None = None) -> PackedLinear:
+        """A head over some of the vocabulary: output i is the logit of `token_ids[i]` ([n]).
+
+        Args:
+            weight_type: block type of its weight; `None` keeps the target's own.
+        """
         data = self.head_weight.data[token_ids]
         shape = (len(token_ids), self.config.hidden_size)
-        return self.kernels.linear(replace(self.head_weight, data=data, shape=shape))
+        rows = replace(self.head_weight, data=data, shape=shape)
+        return self.kernels.linear(narrow(rows, weight_type))

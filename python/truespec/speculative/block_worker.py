@@ -24,7 +24,7 @@ from truespec.speculative.backlog import FreshRows
 from truespec.speculative.base import EngineParts, WorkerPlan
 from truespec.speculative.chains import ChainDrafts, draft_of_chains
 from truespec.speculative.contract import Draft
-from truespec.speculative.drafter_worker import DrafterWorker, Drafting
+from truespec.speculative.drafter_worker import DrafterWorker, Drafting, draft_weight_type
 
 
 class BlockWorker(DrafterWorker):
@@ -54,7 +54,7 @@ class BlockWorker(DrafterWorker):
     @classmethod
     def load(cls, config: EngineConfig, target: CausalLM, path: Path) -> BlockDrafter:
         """The drafter, as far as the options change it. Raises ValueError when it does not fit."""
-        return load_block_drafter(path, target)
+        return load_block_drafter(path, target, weight_type=draft_weight_type(config, target))
 
     @abstractmethod
     def choose(self, hidden: Tensor, anchors: Tensor, rows: SamplingRows) -> ChainDrafts:

@@ -5,7 +5,9 @@ from __future__ import annotations
 from bisect import bisect_left
 from dataclasses import dataclass, field
 
-LEARNING = 0.02  # part by which a measurement moves what is known
+LEARNING = 0.02  # part by which a measurement moves a scale
+FIRST_STEP, LAST_STEP = 0.25, 0.01  # of a point's factor, by how often it was seen
+MIN_FACTOR, MAX_FACTOR = 0.5, 2.0
 
 
 @dataclass(slots=True)
@@ -13,41 +15,86 @@ class CostTable:
     """Seconds by size, linear between the measured points and beyond the last two.
 
     What is learnt while serving scales the whole table: a busy machine or long contexts make every
-    size slower, and sizes measured at different times would not compare.
+    size slower, and most sizes are seldom seen. But a point that was measured in a busy moment
+    would stay wrong for ever (if it says that drafts are dear, none are made), so each point also
+    has a factor, which takes large steps at first and small ones later: a wrong point is put right
+    within some twenty steps of its size, and noise averages out. Scale and factors cannot drift
+    against each other: the point seen most often has none, it is the yardstick of the scale.
 
     Attributes:
-        sizes: ascending. seconds: one per size.
+        sizes: ascending. seconds: one per size, as measured at start.
         scale: how much slower than at start.
+        factors: of the seconds, one per size.
     """
 
     sizes: list[int]
     seconds: list[float]
     scale: float = 1.0
+    factors: list[float] = field(init=False)
+    _counts: list[float] = field(init=False)
     _known: dict[int, float] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.factors = [1.0] * len(self.sizes)
+        self._counts = [0.0] * len(self.sizes)
 
     def learn(self, size: int, seconds: float) -> None:
         """Move towards a measurement made while serving."""
-        self.scale = _moved(self.scale, seconds, self.measured(size))
+        if self.at(size) <= 0:
+            return
+        sign = 1 if seconds > self.at(size) else -1
+        near = self._near(size)
+        for index, share in near:
+            self._counts[index] += share
+        yardstick = max(range(len(self.sizes)), key=self._counts.__getitem__)
+        self._rebase(yardstick)
+        self.scale *= 1 + sign * LEARNING
+        for index, share in near:
+            if index != yardstick:
+                step = share * max(LAST_STEP, FIRST_STEP / (1 + self._counts[index]))
+                moved = self.factors[index] * (1 + sign * step)
+                self.factors[index] = min(max(moved, MIN_FACTOR), MAX_FACTOR)
+        self._known.clear()
 
     def at(self, size: int) -> float:
         """Seconds for `size`; 0 is free."""
-        return self.scale * self.measured(size)
+        return self.scale * self.unscaled(size)
 
-    def measured(self, size: int) -> float:
-        """Seconds for `size` at start."""
+    def unscaled(self, size: int) -> float:
+        """Seconds for `size` if the machine were as fast as at start."""
         if size not in self._known:
             self._known[size] = self._between(size)
         return self._known[size]
 
+    def _rebase(self, yardstick: int) -> None:
+        """Take the factor of a point into the scale; points never seen go with the scale."""
+        factor = self.factors[yardstick]
+        self.scale *= factor
+        self.factors = [
+            own / factor if count else 1.0
+            for own, count in zip(self.factors, self._counts, strict=True)
+        ]
+
+    def _near(self, size: int) -> list[tuple[int, float]]:
+        """The measured points that decide on `size`, with their shares in it."""
+        right = bisect_left(self.sizes, size)
+        if right == 0 or right == len(self.sizes):
+            return [(max(right - 1, 0), 1.0)]
+        share = (size - self.sizes[right - 1]) / (self.sizes[right] - self.sizes[right - 1])
+        return [(index, part) for index, part in ((right - 1, 1 - share), (right, share)) if part]
+
     def _between(self, size: int) -> float:
         if size == 0 or not self.sizes:
             return 0.0
-        if len(self.sizes) == 1 or size <= self.sizes[0]:
-            return self.seconds[0]
         right = min(bisect_left(self.sizes, size), len(self.sizes) - 1)
-        left = right - 1
-        slope = (self.seconds[right] - self.seconds[left]) / (self.sizes[right] - self.sizes[left])
-        return self.seconds[left] + slope * (size - self.sizes[left])
+        high = self.factors[right] * self.seconds[right]
+        if right == 0:
+            return high
+        low = self.factors[right - 1] * self.seconds[right - 1]
+        slope = (high - low) / (self.sizes[right] - self.sizes[right - 1])
+        if size > self.sizes[right]:  # factors may make the last point the cheaper one
+            return high + max(slope, 0.0) * (size - self.sizes[right])
+        return low + slope * (size - self.sizes[right - 1])
 
 
 @dataclass(slots=True)
@@ -74,9 +121,9 @@ class DraftCosts:
 
     def _measured(self, num_reqs: int, length: int) -> float:
         if num_reqs not in self._by_length:
-            seconds = [table.measured(num_reqs) for table in self.tables]
+            seconds = [table.unscaled(num_reqs) for table in self.tables]
             self._by_length[num_reqs] = CostTable(self.lengths, seconds)
-        return self._by_length[num_reqs].measured(length)
+        return self._by_length[num_reqs].unscaled(length)
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,8 +14,10 @@ import torch
 from torch import Tensor
 
 from truespec.batch import Batch, ReqChunk
+from truespec.config import EngineConfig, draft_quantization
 from truespec.core import Req
 from truespec.kernels.api import KVBuffers
+from truespec.models.llama import CausalLM
 from truespec.speculative.backlog import Backlog, FreshRows
 from truespec.speculative.base import EngineParts, SpecWorker, StepState, WorkerPlan, chain_draft
 from truespec.speculative.chains import DraftSampler
@@ -168,3 +170,9 @@ def _emitted(state: StepState, index: int) -> list[int]:
         return []
     place = sum(chunk.samples for chunk in chunks[:index])
     return state.verdict.token_ids[place, : int(state.verdict.num_tokens[place])].tolist()
+
+
+def draft_weight_type(config: EngineConfig, target: CausalLM) -> str | None:
+    """GGUF's name of the type that a drafter's matrices get; `None` leaves them as stored."""
+    chosen = draft_quantization(config, target.kernels.name)
+    return None if chosen == "none" else chosen.upper()

@@ -19,6 +19,7 @@ from truespec.models.drafters.heads import VanillaMarkov
 from truespec.models.llama import CausalLM
 from truespec.speculative.block_worker import BlockWorker
 from truespec.speculative.chains import ChainDrafts, stack_steps
+from truespec.speculative.drafter_worker import draft_weight_type
 
 
 class DSparkWorker(BlockWorker):
@@ -31,7 +32,8 @@ class DSparkWorker(BlockWorker):
 
     @classmethod
     def load(cls, config: EngineConfig, target: CausalLM, path: Path) -> BlockDrafter:
-        drafter = load_block_drafter(path, target, config.speculative_dspark_block_size)
+        block_size = config.speculative_dspark_block_size
+        drafter = load_block_drafter(path, target, block_size, draft_weight_type(config, target))
         threshold = config.speculative_dspark_confidence_threshold
         if not 0 <= threshold < 1:
             raise ValueError(

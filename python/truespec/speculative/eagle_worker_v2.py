@@ -25,7 +25,7 @@ from truespec.speculative.backlog import FreshRows, Ints
 from truespec.speculative.base import EngineParts, WorkerPlan
 from truespec.speculative.chains import draft_of_chains, stack_steps
 from truespec.speculative.contract import Draft
-from truespec.speculative.drafter_worker import Drafting
+from truespec.speculative.drafter_worker import Drafting, draft_weight_type
 from truespec.speculative.eagle_base import Carried, EagleBase, read
 from truespec.speculative.tree import TreePool, draft_of_trees
 
@@ -65,7 +65,7 @@ class EagleWorker(EagleBase):
     def plan(cls, config: EngineConfig, target: CausalLM, path: Path | None) -> WorkerPlan:
         assert path is not None, "an EAGLE head has weights"
         shape = draft_shape(config)
-        drafter = _load(config.speculative_algorithm, path, target, shape.num_steps)
+        drafter = _load(config, path, target, shape.num_steps)
         num_ids = (
             len(drafter.target_ids) if drafter.target_ids is not None else target.config.vocab_size
         )
@@ -215,16 +215,17 @@ def draft_shape(config: EngineConfig) -> DraftShape:
     return DraftShape(steps, top_k, num_drafts)
 
 
-def _load(algorithm: str, path: Path, target: CausalLM, num_steps: int) -> RecurrentDrafter:
+def _load(config: EngineConfig, path: Path, target: CausalLM, num_steps: int) -> RecurrentDrafter:
     """The drafter at `path`, which must be of the kind that the algorithm names."""
-    drafter = load_eagle(path, target, num_steps)
+    algorithm, weight_type = config.speculative_algorithm, draft_weight_type(config, target)
+    drafter = load_eagle(path, target, num_steps, weight_type)
     if drafter is not None:
         fits = isinstance(drafter, Eagle3Drafter) == (algorithm == "EAGLE3")
         if algorithm == "NEXTN" or not fits:
             kind = "EAGLE3" if isinstance(drafter, Eagle3Drafter) else "EAGLE"
             raise ValueError(f"the drafter {path.name} is to be run as {kind}, not as {algorithm}")
         return drafter
-    found = load_mtp(path, target, num_steps)
+    found = load_mtp(path, target, num_steps, weight_type)
     if found is None:
         raise ValueError(f"{path.name} holds neither an EAGLE head nor MTP heads")
     if algorithm == "EAGLE3":

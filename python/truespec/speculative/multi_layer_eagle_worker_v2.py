@@ -21,7 +21,7 @@ from truespec.speculative.backlog import FreshRows
 from truespec.speculative.base import EngineParts, WorkerPlan
 from truespec.speculative.chains import draft_of_chains, stack_steps
 from truespec.speculative.contract import Draft
-from truespec.speculative.drafter_worker import Drafting
+from truespec.speculative.drafter_worker import Drafting, draft_weight_type
 from truespec.speculative.eagle_base import (
     Carried,
     EagleBase,
@@ -49,7 +49,8 @@ class MultiLayerEagleWorker(EagleBase):
     @classmethod
     def plan(cls, config: EngineConfig, target: CausalLM, path: Path | None) -> WorkerPlan:
         assert path is not None, "MTP heads have weights"
-        drafter = load_mtp(path, target, num_extra_positions=0)
+        weight_type = draft_weight_type(config, target)
+        drafter = load_mtp(path, target, num_extra_positions=0, weight_type=weight_type)
         if drafter is None:
             raise ValueError(f"{path.name} holds no MTP heads")
         num_steps = _num_steps(config, len(drafter.heads))

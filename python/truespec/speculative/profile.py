@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable
 from functools import partial
 from itertools import accumulate
+from statistics import median_low
 
 from truespec.batch import Batch, ReqChunk
 from truespec.core import Req
@@ -15,26 +16,37 @@ from truespec.speculative.costs import CostTable, DraftCosts, StepCosts
 from truespec.speculative.planner import Planner
 
 ROW_SIZES = (1, 2, 4, 8, 16, 32)
-BLOCK_SIZES = (1, 4, 16)
-PROMPT = 3  # tokens of a made-up request: little to prefill
-BUDGET_SECONDS = 1.0  # per table, after its first two sizes
-ROUNDS, REPEATS = 3, 3  # the fastest counts: everything else is noise
+BLOCK_SIZES = (1, 4, 16)  # numbers of requests for which drafting is measured
+ROUNDS, REPEATS = 8, 2  # of a round the faster step counts
+LARGE, LARGE_ROUNDS = 16, 2  # sizes that take most of the time are measured less often
+BUDGET_SECONDS = 2.5
+ALWAYS = 4  # the largest size that is measured whatever it takes
+PROMPT = 2  # tokens of a made-up request: little to prefill
 
 
 def measure_costs(worker: SpecWorker) -> StepCosts:
-    """Run steps of several sizes and take the fastest of each.
+    """Run steps and drafts of several sizes, by turns so that a busy moment spoils no size.
 
-    The worker must not have requests. Sizes that do not fit into its cache, and the largest ones
-    on a machine too slow or too busy for them, are left out.
+    Of every size the median over the rounds counts, since plans compare typical steps: the fastest
+    step of one row is a lucky one, which memory did not hold up. The worker must not have requests.
+    Sizes that do not fit into its cache, and the largest ones on a machine too slow or too busy for
+    them, are left out.
     """
     planner = worker.planner
     worker.planner = _AsAsked(planner.num_drafts, StepCosts(CostTable([], []), DraftCosts([], [])))
-    rows = _table(ROW_SIZES, partial(_measure, worker, 0))
     most = worker.num_drafts
     lengths = [most] if planner.is_whole else sorted({1, (most + 1) // 2, most})
-    tables = [_table(BLOCK_SIZES, partial(_measure, worker, length)) for length in lengths]
+    found: dict[int, dict[int, list[float]]] = {num_drafts: {} for num_drafts in (0, *lengths)}
+    end = time.perf_counter() + BUDGET_SECONDS
+    for index in range(ROUNDS):
+        for size in ROW_SIZES if index < LARGE_ROUNDS else ROW_SIZES[: ROW_SIZES.index(LARGE)]:
+            if (index or size > ALWAYS) and time.perf_counter() > end:
+                break
+            measured = _measure(worker, size, lengths if size in BLOCK_SIZES else [])
+            for num_drafts, seconds in measured.items():
+                found[num_drafts].setdefault(size, []).append(seconds)
     worker.planner = planner
-    return StepCosts(rows, DraftCosts(lengths, tables))
+    return StepCosts(_table(found[0]), DraftCosts(lengths, [_table(found[n]) for n in lengths]))
 
 
 class _AsAsked(Planner):
@@ -58,40 +70,41 @@ class _AsAsked(Planner):
         """Nothing."""
 
 
-def _table(sizes: tuple[int, ...], measure: Callable[[int], float | None]) -> CostTable:
-    """The fastest of each size over several rounds, so that a busy moment spoils no size."""
-    found: dict[int, float] = {}
-    begin = time.perf_counter()
-    for size in sizes * ROUNDS:
-        if len(found) >= 2 and time.perf_counter() - begin > BUDGET_SECONDS:
-            break
-        measured = measure(size)
-        if measured is not None:
-            found[size] = min(measured, found.get(size, measured))
+def _table(rounds: dict[int, list[float]]) -> CostTable:
+    """From the seconds of every round by size, sizes ascending."""
+    typical = [median_low(seconds) for seconds in rounds.values()]
     # A smaller size never costs more than a larger one; where it seems to, something else ran.
-    seconds = list(accumulate(reversed(found.values()), min))[::-1]
-    return CostTable(list(found), seconds)
+    return CostTable(list(rounds), list(accumulate(reversed(typical), min))[::-1])
 
 
-def _measure(worker: SpecWorker, num_drafts: int, count: int) -> float | None:
-    """Seconds to draft so much for `count` requests, or without drafts, of so many decodes."""
-    reqs = _admit(worker, count)
-    if len(reqs) < count:
-        _release(worker, reqs)
-        return None
-    worker.step(Batch([ReqChunk(req, 0, PROMPT - 1, False, max_drafts=0) for req in reqs]))
-    for req in reqs:
-        req.num_computed = PROMPT - 1
-    measured = []
-    for _ in range(REPEATS):
-        start = time.perf_counter()
-        _decode(worker, reqs)
-        if num_drafts:  # now a position of each request waits for its draft KV
-            start = time.perf_counter()
-            worker.plan_and_draft(_batch(reqs, num_drafts))
-        measured.append(time.perf_counter() - start)
+def _measure(worker: SpecWorker, count: int, lengths: list[int]) -> dict[int, float]:
+    """Seconds to draft so much for `count` requests, by length; 0: a step of so many decodes.
+
+    Empty where the cache has no room for them.
+    """
+    num_steps = max(REPEATS, len(lengths))
+    reqs = _admit(worker, count, num_steps)
+    measured: dict[int, float] = {}
+    if len(reqs) == count:
+        worker.step(Batch([ReqChunk(req, 0, PROMPT - 1, False, max_drafts=0) for req in reqs]))
+        for req in reqs:
+            req.num_computed = PROMPT - 1
+        steps = []
+        for index in range(num_steps):
+            steps.append(_seconds(partial(_decode, worker, reqs)))
+            if lengths:  # now a position of each request waits for its draft KV
+                length = lengths[index % len(lengths)]
+                seconds = _seconds(partial(worker.plan_and_draft, _batch(reqs, length)))
+                measured[length] = min(seconds, measured.get(length, seconds))
+        measured[0] = min(steps[:REPEATS])
     _release(worker, reqs)
-    return min(measured)
+    return measured
+
+
+def _seconds(run: Callable[[], object]) -> float:
+    start = time.perf_counter()
+    run()
+    return time.perf_counter() - start
 
 
 def _batch(reqs: list[Req], num_drafts: int) -> Batch:
@@ -105,13 +118,14 @@ def _decode(worker: SpecWorker, reqs: list[Req]) -> None:
         req.output_ids += token_ids or [req.last_token_id]
 
 
-def _admit(worker: SpecWorker, count: int) -> list[Req]:
+def _admit(worker: SpecWorker, count: int, num_steps: int) -> list[Req]:
+    """So many requests with room for the steps, or as many as fit."""
     reqs = []
     for index in range(count):
         ids = [1 + (index + i) % (worker.info.vocab_size - 1) for i in range(PROMPT)]
         params = SamplingParams(temperature=0.0, seed=0)
         req = Req(f"profile-{index}", ids[:-1], params, stop_ids=frozenset(), output_ids=ids[-1:])
-        room = PROMPT + REPEATS + worker.num_draft_slots
+        room = PROMPT + num_steps + worker.num_draft_slots
         if not worker.cache.try_admit(req, max_hit=0, num_tokens=room):
             break
         reqs.append(req)

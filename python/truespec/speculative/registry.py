@@ -45,7 +45,12 @@ WORKERS: dict[str, type[SpecWorker]] = {
     "NEXTN": EagleWorker,
 }
 
-COMMON = {"speculative_algorithm", "speculative_draft_model_path", "speculative_adaptive"}
+COMMON = {
+    "speculative_algorithm",
+    "speculative_draft_model_path",
+    "speculative_draft_model_quantization",
+    "speculative_adaptive",
+}
 
 Progress = Callable[[str, float], None]
 ASSETS = Path(__file__).parents[1] / "assets" / "drafters"
@@ -134,7 +139,14 @@ def build_from_plan(
     layers = LayerSpec(model.num_layers, model.num_kv_heads, model.head_dim)
     draft = plan.draft_layers
     per_token = layers.bytes_per_token(dtype) + (draft.bytes_per_token(dtype) if draft else 0)
-    resolved = resolve(config, Machine(device, free_bytes(device), model.context_length, per_token))
+    machine = Machine(
+        device=device,
+        kernels=target.kernels.name,
+        free_bytes=free_bytes(device),
+        context_length=model.context_length,
+        kv_bytes_per_token=per_token,
+    )
+    resolved = resolve(config, machine)
     assert resolved.context_length is not None, "resolve fills it"
     assert resolved.max_total_tokens is not None, "resolve fills it"
     num_pages = resolved.max_total_tokens // resolved.page_size

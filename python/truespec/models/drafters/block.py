@@ -82,15 +82,21 @@ class BlockDrafter:
         return out.view(-1, size, out.shape[1])
 
 
-def load_block_drafter(path: Path, target: CausalLM, block_size: int | None = None) -> BlockDrafter:
+def load_block_drafter(
+    path: Path,
+    target: CausalLM,
+    block_size: int | None = None,
+    weight_type: str | None = None,
+) -> BlockDrafter:
     """Read a DSpark or DFlash checkpoint for `target`.
 
     Args:
         block_size: rows of a block, at most those it was trained for; `None` for these.
+        weight_type: block type of its matrices; `None` leaves them as they are stored.
 
     Raises CheckpointError when a tensor or field does not fit, naming both values.
     """
-    checkpoint = DrafterCheckpoint(path, _own_name)
+    checkpoint = DrafterCheckpoint(path, _own_name, weight_type)
     if checkpoint.has("mtp.0.main_proj.weight"):
         raise CheckpointError(
             f"{path.name} holds a DSpark drafter bundled with DeepSeek-V4 (mtp.*), which is not "
@@ -118,7 +124,7 @@ def load_block_drafter(path: Path, target: CausalLM, block_size: int | None = No
         hidden_norm=checkpoint.vector("hidden_norm.weight", hidden),
         stack=kernels.decoder_stack(layers, stack_shape(long)),
         norm=checkpoint.vector("norm.weight", hidden),
-        head=target.head if ids is None else target.head_rows(ids),
+        head=target.head if ids is None else target.head_rows(ids, weight_type),
         target_ids=ids,
         mask_embedding=_mask_embedding(checkpoint, config, target),
         markov=_markov(checkpoint, config, kernels, num_draft_ids),
@@ -166,8 +172,8 @@ def _markov(
     rank, hidden = config.markov_rank, config.layer.hidden_size
     if rank == 0:
         return None
-    w1 = checkpoint.weight(MARKOV_W1, (config.layer.vocab_size, rank)).data
-    w2 = checkpoint.weight("markov_head.markov_w2.weight", (num_draft_ids, rank))
+    w1 = checkpoint.stored(MARKOV_W1, (config.layer.vocab_size, rank)).data
+    w2 = checkpoint.stored("markov_head.markov_w2.weight", (num_draft_ids, rank))
     if config.markov_type == "vanilla":
         is_small = num_draft_ids * rank <= MAX_TRANSITION and w2.data.dtype == torch.bfloat16
         transition = Transition(w1.float(), w2.data.T.contiguous()) if is_small else None
@@ -175,7 +181,7 @@ def _markov(
     gated = config.markov_type == "gated"
     name, size = ("gate_proj", rank) if gated else ("joint_proj", 3 * rank)
     width = hidden + rank if gated else hidden + 2 * rank
-    weight = checkpoint.weight(f"markov_head.{name}.weight", (size, width))
+    weight = checkpoint.stored(f"markov_head.{name}.weight", (size, width))
     inner = kernels.linear(weight, checkpoint.vector(f"markov_head.{name}.bias", size))
     return (GatedMarkov if gated else RnnMarkov)(w1, kernels.linear(w2), inner)
 
@@ -187,6 +193,6 @@ def _confidence(checkpoint: DrafterCheckpoint, config: BlockConfig) -> Confidenc
     width = config.layer.hidden_size
     width += config.markov_rank if config.confidence_with_markov else 0
     bias = checkpoint.vector(f"{name}bias", 1) if checkpoint.has(f"{name}bias") else None
-    weight = checkpoint.weight(f"{name}weight", (1, width)).data[0].float()
+    weight = checkpoint.stored(f"{name}weight", (1, width)).data[0].float()
     temperatures = config.confidence_temperatures or (1.0,) * config.block_size
     return ConfidenceHead(weight, bias, torch.tensor(temperatures))

@@ -9,6 +9,8 @@ from pathlib import Path
 
 from torch import Tensor
 
+from truespec.kernels.api import Weight
+from truespec.kernels.reference_weights import narrow
 from truespec.models.checkpoint import SafetensorsCheckpoint, StoredTensor
 from truespec.models.config import ModelConfig
 from truespec.models.fields import CheckpointError, Fields
@@ -32,10 +34,17 @@ class DrafterCheckpoint(SafetensorsCheckpoint):
         path: the directory.
         rename: this project's name of a stored tensor, `None` for one that is to be ignored
             (a copy of the target's own).
+        weight_type: block type of the matrices that `weight` gives, see `narrow`.
     """
 
-    def __init__(self, path: Path, rename: Callable[[str], str | None]) -> None:
+    def __init__(
+        self,
+        path: Path,
+        rename: Callable[[str], str | None],
+        weight_type: str | None = None,
+    ) -> None:
         super().__init__(path)
+        self.weight_type = weight_type
         self._stored: dict[str, str] = {}
         for stored in super()._names():
             name = rename(stored)
@@ -44,6 +53,14 @@ class DrafterCheckpoint(SafetensorsCheckpoint):
 
     def has(self, name: str) -> bool:
         return name in self._stored
+
+    def weight(self, name: str, shape: tuple[int, int]) -> Weight:
+        """A matrix that is multiplied with, in as few bits as were asked for; see `Checkpoint`."""
+        return narrow(self.stored(name, shape), self.weight_type)
+
+    def stored(self, name: str, shape: tuple[int, int]) -> Weight:
+        """A matrix whose values are needed as they are stored; errors as `weight`."""
+        return super().weight(name, shape)
 
     @property
     def own_names(self) -> set[str]:

@@ -137,15 +137,18 @@ class Eagle1Drafter(RecurrentDrafter):
         return self._parts.head(carried)
 
 
-def load_eagle(path: Path, target: CausalLM, num_extra_positions: int) -> RecurrentDrafter | None:
+def load_eagle(
+    path: Path, target: CausalLM, num_extra_positions: int, weight_type: str | None = None
+) -> RecurrentDrafter | None:
     """Read an EAGLE checkpoint for `target`; `None` when the tensors are no EAGLE head's.
 
     Args:
         num_extra_positions: how far a draft may reach past the context.
+        weight_type: block type of its matrices; `None` leaves them as they are stored.
 
     Raises CheckpointError when a tensor or field does not fit, naming both values.
     """
-    checkpoint = DrafterCheckpoint(path, _own_name)
+    checkpoint = DrafterCheckpoint(path, _own_name, weight_type)
     if not (checkpoint.has("fc.weight") and checkpoint.has(Q_PROJ)):
         return None
     if checkpoint.has("hidden_norm.weight"):  # of a block drafter

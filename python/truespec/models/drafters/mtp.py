@@ -107,8 +107,12 @@ class MtpHeads:
 class _MtpCheckpoint(DrafterCheckpoint):
     """Adds the dialect's offset to norm weights."""
 
-    def __init__(self, path: Path, dialect: MtpDialect, num_target_layers: int) -> None:
-        super().__init__(path, lambda stored: own_name(dialect, num_target_layers, stored))
+    def __init__(
+        self, path: Path, dialect: MtpDialect, num_target_layers: int, weight_type: str | None
+    ) -> None:
+        super().__init__(
+            path, lambda stored: own_name(dialect, num_target_layers, stored), weight_type
+        )
         self._offset = dialect.norm_offset
 
     def vector(self, name: str, size: int) -> Tensor:
@@ -116,18 +120,21 @@ class _MtpCheckpoint(DrafterCheckpoint):
         return values + self._offset if "norm" in name else values
 
 
-def load_mtp(path: Path, target: CausalLM, num_extra_positions: int) -> MtpHeads | None:
+def load_mtp(
+    path: Path, target: CausalLM, num_extra_positions: int, weight_type: str | None = None
+) -> MtpHeads | None:
     """Read the heads for `target`; `None` when the tensors are no such heads'.
 
     Args:
         num_extra_positions: how far a draft may reach past the context.
+        weight_type: block type of their matrices; `None` leaves them as they are stored.
 
     Raises CheckpointError when a tensor or field does not fit, naming both values.
     """
     dialect = find_dialect(tensor_names(path))
     if dialect is None:
         return None
-    checkpoint = _MtpCheckpoint(path, dialect, target.num_layers)
+    checkpoint = _MtpCheckpoint(path, dialect, target.num_layers, weight_type)
     fields = read_fields(path)
     refuse_unbuilt(fields)
     refuse(fields, WINDOWED)
@@ -143,7 +150,7 @@ def load_mtp(path: Path, target: CausalLM, num_extra_positions: int) -> MtpHeads
     layer = layer_config(fields, target.config, lambda name: checkpoint.has(f"0.block.{name}"))
     layer = replace(layer, num_layers=1)
     ids = target_ids(checkpoint, fields, target.config)
-    targets_head = target.head if ids is None else target.head_rows(ids)
+    targets_head = target.head if ids is None else target.head_rows(ids, weight_type)
     heads = []
     for j in range(count):
         has_head = checkpoint.has(f"{j}.head.weight")

@@ -12,8 +12,9 @@ from torch import Tensor
 
 from truespec.batch import ModelOutput
 from truespec.kernels.api import AttentionRows, KVBuffers, PackedLinear, Weight
-from truespec.models.checkpoint import Checkpoint
+from truespec.kernels.reference_weights import narrow
 from truespec.models.config import ModelConfig
+from truespec.models.drafters.checkpoint import DrafterCheckpoint
 from truespec.models.llama import CausalLM
 
 
@@ -53,21 +54,21 @@ class RecurrentDrafter(ABC):
 
 
 def own_head(
-    checkpoint: Checkpoint, name: str, target: CausalLM, ids: Tensor | None
+    checkpoint: DrafterCheckpoint, name: str, target: CausalLM, ids: Tensor | None
 ) -> PackedLinear:
     """The drafter's head; the target's (its rows `ids`) where it has none or a copy of that."""
     size = target.config.vocab_size if ids is None else len(ids)
     if checkpoint.has(name):
-        weight = checkpoint.weight(name, (size, target.config.hidden_size))
+        weight = checkpoint.stored(name, (size, target.config.hidden_size))
         if ids is not None or not is_same(weight, target.head_weight):
-            return target.kernels.linear(weight)
-    return target.head if ids is None else target.head_rows(ids)
+            return target.kernels.linear(narrow(weight, checkpoint.weight_type))
+    return target.head if ids is None else target.head_rows(ids, checkpoint.weight_type)
 
 
-def own_embedding(checkpoint: Checkpoint, name: str, target: CausalLM) -> Weight:
+def own_embedding(checkpoint: DrafterCheckpoint, name: str, target: CausalLM) -> Weight:
     """The drafter's embedding; the target's where it has none or a copy of that."""
     if checkpoint.has(name):
-        weight = checkpoint.weight(name, (target.config.vocab_size, target.config.hidden_size))
+        weight = checkpoint.stored(name, (target.config.vocab_size, target.config.hidden_size))
         if not is_same(weight, target.embed_weight):
             return weight
     return target.embed_weight
