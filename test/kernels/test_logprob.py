@@ -39,7 +39,7 @@ def _sampling_rows(
         temperature=torch.full((num_rows,), temperature),
         top_k=torch.full((num_rows,), top_k, dtype=torch.int32),
         top_p=torch.full((num_rows,), top_p, dtype=torch.float64),
-        min_p=torch.zeros(num_rows, dtype=torch.float64),
+        log_min_p=torch.full((num_rows,), -torch.inf, dtype=torch.float64),
         seed=torch.zeros(num_rows, dtype=torch.int64),
         position=torch.arange(num_rows),
     )

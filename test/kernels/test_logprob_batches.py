@@ -58,7 +58,7 @@ def test_random_batches_equal_a_float64_reference_on_every_valid_slot(seed: int)
         temperature=torch.tensor([rng.choice([0.0, 0.5, 2.0]) for _ in range(num_rows)]),
         top_k=torch.tensor([rng.choice([0, 1, 7]) for _ in range(num_rows)], dtype=torch.int32),
         top_p=torch.tensor([rng.choice([1.0, 0.6]) for _ in range(num_rows)], dtype=torch.float64),
-        min_p=torch.zeros(num_rows, dtype=torch.float64),
+        log_min_p=torch.full((num_rows,), -torch.inf, dtype=torch.float64),
         seed=torch.zeros(num_rows, dtype=torch.int64),
         position=torch.arange(num_rows),
     )

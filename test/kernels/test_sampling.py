@@ -48,7 +48,7 @@ def _rows(
         temperature=torch.full((num_rows,), temperature),
         top_k=torch.full((num_rows,), top_k, dtype=torch.int32),
         top_p=torch.full((num_rows,), top_p, dtype=torch.float64),
-        min_p=torch.full((num_rows,), min_p, dtype=torch.float64),
+        log_min_p=torch.full((num_rows,), min_p, dtype=torch.float64).log(),
         seed=torch.full((num_rows,), seed),
         position=torch.arange(num_rows),
     )
@@ -232,7 +232,7 @@ def test_b23_greedy_rows_ignore_seed_and_neighbours_and_noise_rows_are_as_alone(
             rows.temperature[1:2],
             rows.top_k[1:2],
             rows.top_p[1:2],
-            rows.min_p[1:2],
+            rows.log_min_p[1:2],
             rows.seed[1:2],
             rows.position[1:2],
         )

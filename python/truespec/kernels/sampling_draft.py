@@ -6,6 +6,8 @@ correctness. The kernel is `sampling_draft_numba.py`.
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 import torch
 from torch import Tensor
 
@@ -130,6 +132,10 @@ def _perturbed(
     return scaled + noise, scaled.log_softmax(-1)
 
 
+@lru_cache(maxsize=8)
 def int32_ids(vocab_size: int, target_ids: Tensor | None) -> Tensor:
-    """Target ids of the draft columns, [vocab_size] int32."""
+    """Target ids of the draft columns, [vocab_size] int32, shared: do not modify.
+
+    A tensor is its own key, so `target_ids` must not change either.
+    """
     return identity_ids(vocab_size) if target_ids is None else target_ids.to(torch.int32)

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
+from typing import NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -28,7 +29,7 @@ class SamplingRows:
         temperature: [n] fp32, 0 is argmax and filters do not act.
         top_k: [n] int32, 0 keeps all.
         top_p: [n] fp64, 1 keeps all. fp64 because 0.1 of ten equal tokens must be one of them.
-        min_p: [n] fp64, 0 keeps all.
+        log_min_p: [n] fp64 natural logarithm of min-p, -inf keeps all.
         seed: [n] int64, the 64 bits of the seed in two's complement.
         position: [n] int64 absolute position of the token being chosen (a row's own position + 1).
     """
@@ -36,7 +37,7 @@ class SamplingRows:
     temperature: Tensor
     top_k: Tensor
     top_p: Tensor
-    min_p: Tensor
+    log_min_p: Tensor
     seed: Tensor
     position: Tensor
 
@@ -65,26 +66,15 @@ def sampling_rows(
 ) -> SamplingRows:
     """Per-row parameters of requests with `num_rows[i]` adjacent rows each.
 
+    Equal parameters share their tensors but for the positions: do not modify them.
+
     Args:
         params: with their seed set.
         positions: [sum(num_rows)] integer absolute position of the token each row chooses.
     """
-    device = positions.device
-    table = np.array([(p.temperature, p.top_k, p.top_p, p.min_p) for p in params]).reshape(-1, 4)
-    seeds = np.array([_seed(p) for p in params], dtype=np.int64)
-    if max(num_rows, default=1) > 1:
-        table = table.repeat(num_rows, axis=0)
-        seeds = seeds.repeat(num_rows)
-    columns = torch.from_numpy(np.ascontiguousarray(table.T)).to(device)  # one transfer
-    temperature, top_k, top_p, min_p = columns.unbind()
-    return SamplingRows(
-        temperature=temperature.to(torch.float32),
-        top_k=top_k.to(torch.int32),
-        top_p=top_p,
-        min_p=min_p,
-        seed=torch.from_numpy(seeds).to(device),
-        position=positions.to(torch.int64),
-    )
+    values = tuple([_values(p) for p in params])
+    columns = _columns(values, tuple(num_rows), positions.device)
+    return SamplingRows(*columns, position=positions.to(torch.int64))
 
 
 def sample(logits: Tensor, rows: SamplingRows, vocab_size: int) -> SampledRows:
@@ -103,7 +93,7 @@ def sample(logits: Tensor, rows: SamplingRows, vocab_size: int) -> SampledRows:
             temperature=rows.temperature,
             top_k=rows.top_k,
             top_p=rows.top_p,
-            min_p=rows.min_p,
+            log_min_p=rows.log_min_p,
             seed=rows.seed,
             position=rows.position,
         )
@@ -177,6 +167,37 @@ def top_k_draft(
     return choose_top_k_drafts(logits, temperature, seed, position, k, target_ids)
 
 
-def _seed(params: SamplingParams) -> int:
+class _Values(NamedTuple):
+    """What tells the rows of one request from others, by value."""
+
+    temperature: float
+    top_k: int
+    top_p: float
+    min_p: float
+    seed: int
+
+
+def _values(params: SamplingParams) -> _Values:
     assert params.seed is not None, "a request reaches the sampler with its seed set"
-    return signed64(params.seed)
+    return _Values(
+        params.temperature, params.top_k, params.top_p, params.min_p, signed64(params.seed)
+    )
+
+
+@lru_cache(maxsize=64)
+def _columns(
+    values: tuple[_Values, ...], num_rows: tuple[int, ...], device: torch.device
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """The fields of `SamplingRows` but the last: requests keep them from step to step."""
+    rows = [one for one, count in zip(values, num_rows, strict=True) for _ in range(count)]
+
+    def column(entries: list[float] | list[int], dtype: torch.dtype) -> Tensor:
+        return torch.tensor(entries, dtype=dtype, device=device)
+
+    return (
+        column([row.temperature for row in rows], torch.float32),
+        column([row.top_k for row in rows], torch.int32),
+        column([row.top_p for row in rows], torch.float64),
+        column([row.min_p for row in rows], torch.float64).clamp_max(1.0).log(),
+        column([row.seed for row in rows], torch.int64),
+    )

@@ -252,7 +252,7 @@ def _repeated(rows: SamplingRows, count: int) -> SamplingRows:
         temperature=rows.temperature.repeat_interleave(count),
         top_k=rows.top_k.repeat_interleave(count),
         top_p=rows.top_p.repeat_interleave(count),
-        min_p=rows.min_p.repeat_interleave(count),
+        log_min_p=rows.log_min_p.repeat_interleave(count),
         seed=rows.seed.repeat_interleave(count),
         position=rows.position.repeat_interleave(count),
     )
