@@ -9,6 +9,8 @@ from truespec.core import Req
 from truespec.kvcache.pages import PageAllocator
 from truespec.kvcache.prefix import Node, PrefixCache
 
+Ints = NDArray[np.int32] | NDArray[np.int64]
+
 
 class KVCache:
     """Gives pages to requests and keeps the page table the kernels read.
@@ -122,7 +124,7 @@ class KVCache:
         req.row, req.pages, req.num_shared_pages, req.num_computed = -1, [], 0, 0
 
     def slots(
-        self, reqs: list[Req], row_to_req: NDArray[np.int64], positions: NDArray[np.int64]
+        self, reqs: list[Req], row_to_req: Ints, positions: Ints
     ) -> tuple[NDArray[np.int64], NDArray[np.int32]]:
         """Pool slots of positions, and the page table that covers them.
 
@@ -132,10 +134,12 @@ class KVCache:
 
         Returns ([n] slots, [bs, pages up to the last position]).
         """
-        width = int(positions.max()) // self.page_size + 1 if len(positions) else 1
+        places, offsets = np.divmod(positions, self.page_size)
+        width = int(places.max()) + 1 if len(places) else 1
         table = self.page_table[[req.row for req in reqs], :width]
-        pages = table[row_to_req, positions // self.page_size].astype(np.int64)
-        return pages * self.page_size + positions % self.page_size, table
+        slots = np.multiply(table[row_to_req, places], self.page_size, dtype=np.int64)
+        slots += offsets
+        return slots, table
 
     def flush(self) -> int:
         """Evict every idle page of the prefix cache; returns how many."""

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from truespec.kernels.draft_chain import Transition, choose_chains
+from truespec.kernels.draft_chain import Chains, Confidence, Transition, choose_chains
 from truespec.kernels.noise import signed64
 from truespec.kernels.sampling import choose_tokens
 from truespec.kernels.sampling_draft import choose_drafts, choose_top_k_drafts
@@ -134,18 +134,17 @@ def sample_draft_chains(
     position: Tensor,
     target_ids: Tensor | None = None,
     domain: int = 0,
-) -> tuple[Tensor, Tensor]:
+    confidence: Confidence | None = None,
+) -> Chains:
     """`sample_draft` step by step, each with the transition's bias from the draft before.
 
     Args:
         logits: [n, k, DV] fp32, contiguous; the biases are added in place.
         previous: [n] int64 target ids before the first draft. position: [n] of the first draft.
-
-    Returns:
-        token_ids [n, k] int64, logprobs [n, k] fp32.
+        confidence: what tells how sure each draft is, `None` leaves that out.
     """
     return choose_chains(
-        logits, previous, transition, temperature, seed, position, target_ids, domain
+        logits, previous, transition, temperature, seed, position, target_ids, domain, confidence
     )
 
 

@@ -258,33 +258,42 @@ class SpecWorker(Worker):
         return Committed(kept, torch.from_numpy(row_to_req), positions, slots)
 
 
-def chain_draft(batch: Batch, drafts: list[list[int]], logprobs: list[list[float]]) -> Draft:
+def chain_draft(
+    batch: Batch,
+    drafts: list[list[int]],
+    logprobs: list[list[float]],
+    confidences: list[list[float]] | None = None,
+) -> Draft:
     """A `Draft` of chains.
 
     Args:
         batch: its sampling chunks give the roots.
         drafts: target ids per sampling chunk, possibly none.
         logprobs: the drafter's own logprob of each.
+        confidences: conditional acceptance of each, where the drafter has it.
     """
     roots = [chunk.req.last_token_id for chunk in batch.chunks if chunk.samples]
     token_ids: list[int] = []
-    flat_logprobs: list[float] = []
     parents: list[int] = []
     cu_rows = [0]
-    for root, ids, values in zip(roots, drafts, logprobs, strict=True):
+    for root, ids in zip(roots, drafts, strict=True):
         first = len(token_ids)
         token_ids += [root, *ids]
-        flat_logprobs += [0.0, *values]
         parents += [-1, *range(first, first + len(ids))]
         cu_rows.append(len(token_ids))
     return Draft(
-        token_ids=torch.tensor(token_ids, dtype=torch.int64),
-        parents=torch.tensor(parents, dtype=torch.int64),
-        cu_rows=torch.tensor(cu_rows, dtype=torch.int32),
-        logprobs=torch.tensor(flat_logprobs, dtype=torch.float32),
-        confidences=None,
-        logits=None,
+        token_ids=torch.from_numpy(np.array(token_ids, np.int64)),
+        parents=torch.from_numpy(np.array(parents, np.int64)),
+        cu_rows=torch.from_numpy(np.array(cu_rows, np.int32)),
+        logprobs=_behind_roots(logprobs, 0.0),
+        confidences=None if confidences is None else _behind_roots(confidences, 1.0),
     )
+
+
+def _behind_roots(values: list[list[float]], at_root: float) -> Tensor:
+    """[num_rows] fp32."""
+    rows = [value for own in values for value in (at_root, *own)]
+    return torch.from_numpy(np.array(rows, np.float32))
 
 
 def _to_host(
