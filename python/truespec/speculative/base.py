@@ -9,16 +9,17 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from truespec.batch import Batch, LogprobTable, ModelOutput, ReqChunk, StepOutput
+from truespec.batch import Batch, ForwardBatch, LogprobTable, ModelOutput, ReqChunk, StepOutput
 from truespec.config import EngineConfig
 from truespec.core import Req
-from truespec.engine.rows import StepRows, prepare_rows
+from truespec.engine.rows import StepRows, prepare_rows, take_rows
 from truespec.engine.runner import ModelRunner
 from truespec.engine.worker import ModelInfo, Worker
 from truespec.kvcache import KVCache, LayerSpec
@@ -69,16 +70,12 @@ class Committed:
     """The rows of a step whose tokens stay: known rows and accepted drafts, in position order.
 
     Attributes:
-        rows: [n] int64 rows of the forward batch.
-        row_to_req: [n] int64 chunk of each row.
-        positions: [n] int32.
-        slots: [n] int64 where their K/V lies after the step.
+        rows: rows of the forward batch, ascending.
+        counts: [number of chunks] how many of them each chunk has.
     """
 
-    rows: Tensor
-    row_to_req: Tensor
-    positions: Tensor
-    slots: Tensor
+    rows: list[int]
+    counts: list[int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,7 +146,7 @@ class SpecWorker(Worker):
         draft_seconds = self.times.lap("draft")
         rows = prepare_rows(batch, draft.token_ids, draft.parents, draft.cu_rows, self.cache)
         output = self.runner.forward(rows.forward, self.capture)
-        raw_logits = self.runner.logits(output.hidden[torch.from_numpy(rows.sample_rows)])
+        raw_logits = self.runner.logits(take_rows(output.hidden, rows.sample_rows))
         seconds = self.times.lap("target")
         processed = process_step(
             batch, draft, rows, raw_logits, self.info.vocab_size, constrained.masks
@@ -197,7 +194,7 @@ class SpecWorker(Worker):
 
     def _verify(self, draft: Draft, step: ProcessedStep) -> Verdict:
         if not self.is_rejection or draft.logits is None:
-            return verify(draft, step.sampled, max_rows=self.num_drafts + 1)
+            return verify(draft, step.sampled)
         return verify_rejection(
             draft,
             step.logits,
@@ -227,35 +224,35 @@ class SpecWorker(Worker):
             )
 
     def _observe(self, draft: Draft, verdict: Verdict) -> None:
-        cu = draft.cu_rows.tolist()
+        ranges = pairwise(draft.cu_rows.tolist())
         emitted = verdict.num_tokens.tolist()
-        for index, (rid, planned) in enumerate(self._planned.items()):
+        made = zip(self._planned.items(), ranges, emitted, strict=True)
+        for (rid, planned), (begin, end), count in made:
             if planned:
-                num_drafts = cu[index + 1] - cu[index] - 1
-                self.planner.observe(rid, planned, num_drafts, max(0, emitted[index] - 1))
+                self.planner.observe(rid, planned, end - begin - 1, max(0, count - 1))
 
     def _commit_rows(self, batch: Batch, rows: StepRows, verdict: Verdict) -> Committed:
         """Find the committed rows; accepted tree nodes are moved to their own positions' slots."""
-        known = np.array([chunk.num_rows for chunk in batch.chunks])
-        picked = [np.arange(n) + first for n, first in zip(known, rows.first_rows, strict=False)]
-        sampling = [i for i, chunk in enumerate(batch.chunks) if chunk.samples]
-        accepted = verdict.row_index[:, 1:].numpy()
-        for index, count, path in zip(sampling, verdict.num_tokens.tolist(), accepted, strict=True):
-            if count > 1:
-                picked[index] = np.concatenate([picked[index], rows.sample_rows[path[: count - 1]]])
-        flat = np.concatenate(picked)
-        row_to_req = np.repeat(np.arange(len(picked)), [len(p) for p in picked])
-        forward = rows.forward
-        kept = torch.from_numpy(flat)
-        positions, slots = forward.positions[kept], forward.out_slots[kept]
-        if forward.tail_slots is not None:
-            linear, _ = self.cache.slots(
-                [chunk.req for chunk in batch.chunks], row_to_req, positions.numpy()
-            )
-            moved = torch.from_numpy(linear)
-            self.runner.move_kv(slots, moved)
-            slots = moved
-        return Committed(kept, torch.from_numpy(row_to_req), positions, slots)
+        kept: list[int] = []
+        counts: list[int] = []
+        paths = zip(verdict.row_index.tolist(), verdict.num_tokens.tolist(), strict=True)
+        for chunk, first in zip(batch.chunks, rows.first_rows, strict=False):
+            before = len(kept)
+            kept += range(first, first + chunk.num_rows)
+            if chunk.samples:
+                path, count = next(paths)
+                kept += [rows.sample_rows[row] for row in path[1:count]]
+            counts.append(len(kept) - before)
+        if rows.forward.tail_slots is not None:
+            self._move_kept(batch, rows.forward, kept)
+        return Committed(kept, counts)
+
+    def _move_kept(self, batch: Batch, forward: ForwardBatch, rows: list[int]) -> None:
+        reqs = [chunk.req for chunk in batch.chunks]
+        kept = torch.from_numpy(np.array(rows, np.int64))
+        positions, row_to_req = forward.positions[kept].numpy(), forward.row_to_req[kept].numpy()
+        slots, _ = self.cache.slots(reqs, row_to_req, positions)
+        self.runner.move_kv(forward.out_slots[kept], torch.from_numpy(slots))
 
 
 def chain_draft(

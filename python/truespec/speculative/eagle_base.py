@@ -95,14 +95,14 @@ class EagleBase(DrafterWorker):
             hidden: [n, H] of the fresh rows.
         """
         parts, starts, tokens = [], [], []
-        own_rows = torch.split(hidden, fresh.lengths.tolist())
-        firsts = fresh.firsts.tolist()
-        for req, first, own, ids in zip(fresh.reqs, firsts, own_rows, fresh.emitted, strict=True):
+        own_rows = torch.split(hidden, fresh.lengths)
+        made = zip(fresh.reqs, fresh.firsts, own_rows, fresh.emitted, strict=True)
+        for req, first, own, ids in made:
             before = self._before(req, first, num_before)
             parts += [before, own] if before is not None else [own]
             starts.append(first - (0 if before is None else len(before)))
             tokens.append(known_from(req, starts[-1]) + ids)
-        lengths = fresh.firsts - np.array(starts) + fresh.lengths
+        lengths = np.array(fresh.firsts) - np.array(starts) + np.array(fresh.lengths)
         return make_window(fresh.reqs, np.array(starts), lengths, torch.cat(parts), tokens)
 
     def causal_rows(self, reqs: list[Req], row_to_req: Ints, positions: Ints) -> AttentionRows:
