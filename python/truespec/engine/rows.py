@@ -13,6 +13,7 @@ from torch import Tensor
 from truespec.batch import Batch, ForwardBatch
 from truespec.core import Req
 from truespec.kvcache import KVCache
+from truespec.kvcache.cache import Placed
 
 Ints = NDArray[np.int64]
 
@@ -48,44 +49,37 @@ def prepare_rows(
     """
     ids, cu = token_ids.tolist(), cu_rows.tolist()
     row_ids: list[int] = []
-    linear: list[int] = []
     sample_rows: list[int] = []
+    next_positions: list[int] = []
     first_rows = [0]
     drafts = pairwise(cu)
     for chunk in batch.chunks:
         row_ids += _known_ids(chunk.req, chunk.start, chunk.num_rows)
         if chunk.samples:
             begin, end = next(drafts)
-            root = len(row_ids) - 1
+            root, first = len(row_ids) - 1, chunk.start + chunk.num_rows
             sample_rows += range(root, root + end - begin)
+            next_positions += range(first, first + end - begin)
             row_ids += ids[begin + 1 : end]
-        linear += range(chunk.start, chunk.start + len(row_ids) - first_rows[-1])
         first_rows.append(len(row_ids))
-
-    # A draft row sits where its index puts it in the pool and at root + depth in the sequence.
-    positions = np.array(linear, np.int64)
     counts = [end - begin for begin, end in pairwise(first_rows)]
-    row_to_req = np.arange(len(counts), dtype=np.int32).repeat(counts)
-    slots, page_table = cache.slots([c.req for c in batch.chunks], row_to_req, positions)
-    chosen = np.array(sample_rows, np.int64)
+    reqs, starts = [c.req for c in batch.chunks], [c.start for c in batch.chunks]
+    placed = cache.place(reqs, starts, counts)
+    nexts = np.array(next_positions, np.int64)
     tails = None
     if not _is_chain(parents.tolist()):
-        depths = _depths(parents.numpy())
-        indices = [index for begin, end in pairwise(cu) for index in range(end - begin)]
-        positions[chosen] += depths - np.array(indices)
-        tails = _tails(parents.numpy(), depths, chosen, slots, positions)
-    ends = positions + 1
+        tails = _branch(parents.numpy(), cu, sample_rows, placed, nexts)
     forward = ForwardBatch(
         token_ids=torch.from_numpy(np.array(row_ids, np.int64)),
-        positions=torch.from_numpy(positions.astype(np.int32)),
-        row_to_req=torch.from_numpy(row_to_req),
-        out_slots=torch.from_numpy(slots),
-        page_table=torch.from_numpy(page_table),
-        kv_lens=torch.from_numpy(ends.astype(np.int32)),
+        positions=torch.from_numpy(placed.positions),
+        row_to_req=torch.from_numpy(placed.row_to_req),
+        out_slots=torch.from_numpy(placed.slots),
+        page_table=torch.from_numpy(placed.page_table),
+        kv_lens=torch.from_numpy(placed.positions + 1),
         tail_starts=None if tails is None else torch.from_numpy(tails[0]),
         tail_slots=None if tails is None else torch.from_numpy(tails[1]),
     )
-    return StepRows(forward, first_rows, sample_rows, torch.from_numpy(ends[chosen]))
+    return StepRows(forward, first_rows, sample_rows, torch.from_numpy(nexts))
 
 
 def prepare_known_rows(batch: Batch, cache: KVCache) -> ForwardBatch:
@@ -124,16 +118,29 @@ def _depths(parents: Ints) -> Ints:
     return depths
 
 
-def _tails(
-    parents: Ints, depths: Ints, sample_rows: Ints, slots: Ints, positions: Ints
+def _branch(
+    parents: Ints, cu_rows: list[int], sample_rows: list[int], placed: Placed, nexts: Ints
 ) -> tuple[NDArray[np.int32], Ints]:
-    """Ancestor slots of tree rows, root first, and from which position on they count."""
-    starts = (positions + 1).astype(np.int32)
-    starts[sample_rows] = positions[sample_rows] - depths
-    tail_slots = np.zeros((len(slots), int(depths.max()) + 1), dtype=np.int64)
+    """Move the rows of a tree to their positions, and find their ancestors.
+
+    A draft row sits where its index puts it in the pool and at root + depth in the sequence.
+
+    Args:
+        placed: its positions are changed. nexts: [num draft rows], changed.
+
+    Returns from which position on tails count [n], and the ancestors' slots, root first.
+    """
+    depths, rows = _depths(parents), np.array(sample_rows)
+    indices = [index for begin, end in pairwise(cu_rows) for index in range(end - begin)]
+    shift = depths - np.array(indices)
+    nexts += shift
+    placed.positions[rows] += shift.astype(np.int32)
+    starts = placed.positions + 1
+    starts[rows] = placed.positions[rows] - depths
+    tail_slots = np.zeros((len(starts), int(depths.max()) + 1), dtype=np.int64)
     ancestor = np.arange(len(parents))
     while (inside := ancestor >= 0).any():
         nodes, at = np.flatnonzero(inside), ancestor[inside]
-        tail_slots[sample_rows[nodes], depths[at]] = slots[sample_rows[at]]
+        tail_slots[rows[nodes], depths[at]] = placed.slots[rows[at]]
         ancestor = np.where(inside, parents[ancestor], -1)
     return starts, tail_slots

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -9,7 +11,19 @@ from truespec.core import Req
 from truespec.kvcache.pages import PageAllocator
 from truespec.kvcache.prefix import Node, PrefixCache
 
-Ints = NDArray[np.int32] | NDArray[np.int64]
+
+class Placed(NamedTuple):
+    """Rows in order, request by request, and where they lie in the pool.
+
+    Attributes:
+        positions: [n]. row_to_req: [n] index into the requests. slots: [n] slot of each position.
+        page_table: [bs, pages up to the last position].
+    """
+
+    positions: NDArray[np.int32]
+    row_to_req: NDArray[np.int32]
+    slots: NDArray[np.int64]
+    page_table: NDArray[np.int32]
 
 
 class KVCache:
@@ -123,23 +137,30 @@ class KVCache:
         self._free_rows.append(req.row)
         req.row, req.pages, req.num_shared_pages, req.num_computed = -1, [], 0, 0
 
-    def slots(
-        self, reqs: list[Req], row_to_req: Ints, positions: Ints
-    ) -> tuple[NDArray[np.int64], NDArray[np.int32]]:
-        """Pool slots of positions, and the page table that covers them.
+    def place(self, reqs: list[Req], firsts: list[int], counts: list[int]) -> Placed:
+        """Rows for `counts[i]` positions of each running request from `firsts[i]` on.
 
-        Args:
-            reqs: running requests, bs of them.
-            row_to_req: [n] index into `reqs`. positions: [n] positions with reserved pages.
-
-        Returns ([n] slots, [bs, pages up to the last position]).
+        Pages for them are reserved.
         """
-        places, offsets = np.divmod(positions, self.page_size)
-        width = int(places.max()) + 1 if len(places) else 1
-        table = self.page_table[[req.row for req in reqs], :width]
-        slots = np.multiply(table[row_to_req, places], self.page_size, dtype=np.int64)
-        slots += offsets
-        return slots, table
+        positions: list[int] = []
+        row_to_req: list[int] = []
+        slots: list[int] = []
+        num_pages = 1
+        for index, (req, first, count) in enumerate(zip(reqs, firsts, counts, strict=True)):
+            end = first + count
+            positions += range(first, end)
+            row_to_req += [index] * count
+            for page in range(first // self.page_size, self.pages_for(end) if count else 0):
+                begin, stop = page * self.page_size, (page + 1) * self.page_size
+                shift = req.pages[page] * self.page_size - begin
+                slots += range(max(first, begin) + shift, min(end, stop) + shift)
+                num_pages = max(num_pages, page + 1)
+        return Placed(
+            positions=np.array(positions, np.int32),
+            row_to_req=np.array(row_to_req, np.int32),
+            slots=np.array(slots, np.int64),
+            page_table=self.page_table[[req.row for req in reqs], :num_pages],
+        )
 
     def flush(self) -> int:
         """Evict every idle page of the prefix cache; returns how many."""

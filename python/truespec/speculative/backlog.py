@@ -37,18 +37,6 @@ class FreshRows:
     source: Tensor
     emitted: list[list[int]]
 
-    @property
-    def row_to_req(self) -> Ints:
-        """[n] index into `reqs`."""
-        row_to_req: Ints = np.arange(len(self.reqs)).repeat(self.lengths)
-        return row_to_req
-
-    @property
-    def positions(self) -> Ints:
-        """[n]."""
-        ranges = zip(self.firsts, self.lengths, strict=True)
-        return np.concatenate([np.arange(first, first + length) for first, length in ranges])
-
 
 class _Part(NamedTuple):
     """Some adjacent rows of what was read."""

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from truespec.batch import Batch, ForwardBatch, LogprobTable, ModelOutput, ReqChunk, StepOutput
+from truespec.batch import Batch, LogprobTable, ModelOutput, ReqChunk, StepOutput
 from truespec.config import EngineConfig
 from truespec.core import Req
 from truespec.engine.rows import StepRows, prepare_rows, take_rows
@@ -243,16 +243,17 @@ class SpecWorker(Worker):
                 path, count = next(paths)
                 kept += [rows.sample_rows[row] for row in path[1:count]]
             counts.append(len(kept) - before)
+        committed = Committed(kept, counts)
         if rows.forward.tail_slots is not None:
-            self._move_kept(batch, rows.forward, kept)
-        return Committed(kept, counts)
+            self._move_kept(batch, rows.forward.out_slots, committed)
+        return committed
 
-    def _move_kept(self, batch: Batch, forward: ForwardBatch, rows: list[int]) -> None:
-        reqs = [chunk.req for chunk in batch.chunks]
-        kept = torch.from_numpy(np.array(rows, np.int64))
-        positions, row_to_req = forward.positions[kept].numpy(), forward.row_to_req[kept].numpy()
-        slots, _ = self.cache.slots(reqs, row_to_req, positions)
-        self.runner.move_kv(forward.out_slots[kept], torch.from_numpy(slots))
+    def _move_kept(self, batch: Batch, out_slots: Tensor, committed: Committed) -> None:
+        chunks = batch.chunks
+        own = self.cache.place(
+            [chunk.req for chunk in chunks], [chunk.start for chunk in chunks], committed.counts
+        )
+        self.runner.move_kv(out_slots[committed.rows], torch.from_numpy(own.slots))
 
 
 def chain_draft(

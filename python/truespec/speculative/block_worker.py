@@ -102,12 +102,11 @@ class BlockWorker(DrafterWorker):
         return draft_of_chains(drafting.batch, drafting.places, lengths, drafts)
 
     def extend_rows(self, fresh: FreshRows) -> None:
-        positions = fresh.positions
-        slots, _ = self.cache.slots(fresh.reqs, fresh.row_to_req, positions)
+        placed = self.cache.place(fresh.reqs, fresh.firsts, fresh.lengths)
         self.drafter.inject(
             fresh.source,
-            torch.from_numpy(positions.astype(np.int32)),
-            torch.from_numpy(slots),
+            torch.from_numpy(placed.positions),
+            torch.from_numpy(placed.slots),
             self.draft_kv,
         )
 
@@ -117,18 +116,15 @@ class BlockWorker(DrafterWorker):
 
     def _block_rows(self, chunks: list[ReqChunk], size: int) -> AttentionRows:
         """A block per chunk: `size` positions from the anchor's on, each seeing all of them."""
-        positions = np.array([range(c.start, c.start + size) for c in chunks], np.int64)
-        ends = positions[:, -1:] + 1
-        row_to_req = np.arange(len(chunks), dtype=np.int32).repeat(size)
-        slots, page_table = self.cache.slots(
-            [chunk.req for chunk in chunks], row_to_req, positions.reshape(-1)
-        )
+        starts = [chunk.start for chunk in chunks]
+        placed = self.cache.place([chunk.req for chunk in chunks], starts, [size] * len(chunks))
+        ends = [start + size for start in starts for _ in range(size)]
         return AttentionRows(
-            positions=torch.from_numpy(positions.reshape(-1).astype(np.int32)),
-            row_to_req=torch.from_numpy(row_to_req),
-            out_slots=torch.from_numpy(slots),
-            page_table=torch.from_numpy(page_table),
-            kv_lens=torch.from_numpy(ends.astype(np.int32).repeat(size)),
+            positions=torch.from_numpy(placed.positions),
+            row_to_req=torch.from_numpy(placed.row_to_req),
+            out_slots=torch.from_numpy(placed.slots),
+            page_table=torch.from_numpy(placed.page_table),
+            kv_lens=torch.from_numpy(np.array(ends, np.int32)),
         )
 
 
