@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
 import torch
 from torch import Tensor
 
+from row_kernels import row_kernels
 from truespec.kernels.draft_chain import Confidence, Transition, tiled
 from truespec.kernels.rows import has_numba
 from truespec.layers.sampler import sample_draft, sample_draft_chains
@@ -21,8 +24,9 @@ NUM_ROWS, NUM_STEPS = 3, 4
     ],
     autouse=True,
 )
-def _kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TRUESPEC_CPU_KERNELS", request.param)
+def _kernels(request: pytest.FixtureRequest) -> Iterator[None]:
+    with row_kernels(request.param):
+        yield
 
 
 def _inputs(num_drafts: int, rank: int) -> tuple[Tensor, Tensor, Transition, dict[str, Tensor]]:

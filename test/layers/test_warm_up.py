@@ -32,7 +32,7 @@ def test_no_kernel_is_compiled_after_the_warm_up() -> None:
     for dtype in (torch.float32, torch.bfloat16):
         logits = torch.randn(6, 200).to(dtype)[:, :150]
         params = [SamplingParams(seed=1, temperature=0.0), SamplingParams(seed=2, top_k=3)]
-        rows = sampling_rows(params, [4, 2], torch.arange(6, dtype=torch.int32))
+        rows = sampling_rows(params, [4, 2], torch.arange(6))
         keys = {"temperature": rows.temperature, "seed": rows.seed, "position": rows.position}
         sampled = sample(logits, rows, 120)
         sample_draft(logits, **keys, target_ids=torch.arange(150) * 2)

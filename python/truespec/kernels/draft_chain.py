@@ -6,7 +6,9 @@ DSpark's low-rank transition (arXiv 2607.05147) in its memoryless form, with the
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import NamedTuple
 
 import numpy as np
@@ -100,9 +102,7 @@ def choose_chains(
     token_ids = torch.empty(num_rows, num_steps, dtype=torch.int64, device=logits.device)
     logprobs, confidences = torch.empty(2, num_rows, num_steps, device=logits.device)
     if use_numba(logits.device):
-        from .draft_chain_numba import chain_rows
-
-        chain_rows(
+        _kernel()(
             logits.numpy(),
             transition.w1.numpy(),
             transition.w2.view(torch.int16).numpy(),
@@ -125,6 +125,13 @@ def choose_chains(
         )
         token_ids[:, step] = previous
     return Chains(token_ids, logprobs, None if confidence is None else confidences)
+
+
+@lru_cache(maxsize=1)
+def _kernel() -> Callable[..., None]:
+    from .draft_chain_numba import chain_rows
+
+    return chain_rows
 
 
 def _arrays(confidence: Confidence) -> tuple[NDArray[np.float32], ...]:

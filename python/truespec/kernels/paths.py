@@ -5,6 +5,9 @@ Knows token ids and parents of ragged rows; the kernel is `paths_numba.py`.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import lru_cache
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -35,17 +38,22 @@ def follow_paths(
         [bs] int32; whether the path met a failed row [bs] bool, which emits nothing and ends it.
     """
     if use_numba(draft_ids.device):
-        from .paths_numba import walk
-
         batch_size = cu_rows.shape[0] - 1
         packed = np.empty((2, batch_size, max_rows), np.int64)
         counts, has_failed = np.empty(batch_size, np.int32), np.empty(batch_size, np.bool_)
         args = (draft_ids, parents, cu_rows, sampled_ids, failed)
-        walk(*(t.contiguous().numpy() for t in args), (packed, counts, has_failed))
+        _kernel()(*(t.contiguous().numpy() for t in args), (packed, counts, has_failed))
         ids, rows = torch.from_numpy(packed).unbind()
         return ids, rows, torch.from_numpy(counts), torch.from_numpy(has_failed)
     is_path = _is_path(draft_ids, parents, sampled_ids, max_rows)
     return pack_paths(cu_rows, is_path, sampled_ids, failed, max_rows)
+
+
+@lru_cache(maxsize=1)
+def _kernel() -> Callable[..., None]:
+    from .paths_numba import walk
+
+    return walk
 
 
 def pack_paths(

@@ -6,20 +6,18 @@ a prefix of the order (logit descending, id ascending), so (threshold, tie id) d
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import lru_cache
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from .noise import gumbel, mass_fixed
-from .rows import flat_fp32, row_blocks, run_row_ranges, use_numba
+from .rows import flat_blocks, run_row_ranges, use_numba
 
 MIN_TEMPERATURE = 2.0**-126  # less is argmax: a subnormal divisor has no stable meaning
 _REFERENCE_ELEMENTS = 2**20  # the reference works on so many logits at a time
-
-Array = NDArray[np.generic]
 
 
 def choose_tokens(
@@ -121,32 +119,19 @@ def _choose_numba(
         np.empty(num_rows, np.float32),
         np.empty(num_rows, np.int64),
     )
-    for begin, end in row_blocks(logits, 16):
-        _choose_block(logits, vocab_size, params, out, begin, end)
-    ids, failed, threshold, tie_id = map(torch.from_numpy, out)
-    return ids, failed, threshold, tie_id
+    ids = identity_ids(vocab_size).numpy()
+    for begin, end, flat, stride in flat_blocks(logits, 16):
+        args = (flat, stride, begin, vocab_size, ids, params, out)
+        run_row_ranges(_kernel(), begin, end, vocab_size, args)
+    token_ids, failed, threshold, tie_id = map(torch.from_numpy, out)
+    return token_ids, failed, threshold, tie_id
 
 
-def _choose_block(
-    logits: Tensor,
-    vocab_size: int,
-    params: tuple[Array, ...],
-    out: tuple[Array, ...],
-    begin: int,
-    end: int,
-) -> None:
+@lru_cache(maxsize=1)
+def _kernel() -> Callable[..., None]:
     from .sampling_numba import sample_rows
 
-    is_whole = end - begin == logits.shape[0]
-    flat, stride = flat_fp32(logits if is_whole else logits[begin:end])
-    flat_np, ids = flat.numpy(), identity_ids(vocab_size).numpy()
-
-    def run(first: int, last: int) -> None:
-        sample_rows(
-            flat_np, stride, begin, begin + first, begin + last, vocab_size, ids, params, out
-        )
-
-    run_row_ranges(run, end - begin, vocab_size)
+    return sample_rows
 
 
 def _num_kept(sorted_scaled: Tensor, top_k: Tensor, top_p: Tensor, log_min_p: Tensor) -> Tensor:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from .noise import gumbel
-from .rows import flat_fp32, row_blocks, use_numba
+from .rows import flat_blocks, use_numba
 from .sampling import MIN_TEMPERATURE, _first_argmax, identity_ids
 
 
@@ -44,10 +44,9 @@ def choose_drafts(
         logprobs = torch.empty(num_rows, dtype=torch.float32)
         ids = int32_ids(vocab_size, target_ids).numpy()
         params = [p.contiguous().numpy() for p in (temperature, seed, position)]
-        for begin, end in row_blocks(logits, 16):
-            flat, stride = flat_fp32(logits[begin:end])
+        for begin, end, flat, stride in flat_blocks(logits, 16):
             draft_rows(
-                flat.numpy(),
+                flat,
                 stride,
                 vocab_size,
                 ids,
@@ -91,10 +90,9 @@ def choose_top_k_drafts(
         scores = torch.empty((num_rows, k), dtype=torch.float32)
         ids = int32_ids(vocab_size, target_ids).numpy()
         params = [p.contiguous().numpy() for p in (temperature, seed, position)]
-        for begin, end in row_blocks(logits, 16):
-            flat, stride = flat_fp32(logits[begin:end])
+        for begin, end, flat, stride in flat_blocks(logits, 16):
             top_k_draft_rows(
-                flat.numpy(),
+                flat,
                 stride,
                 vocab_size,
                 ids,

@@ -7,7 +7,6 @@ this very function on every row, which is what makes speculation lossless.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -21,8 +20,7 @@ from truespec.kernels.sampling_draft import choose_drafts, choose_top_k_drafts
 from truespec.params import SamplingParams
 
 
-@dataclass(frozen=True, slots=True)
-class SamplingRows:
+class SamplingRows(NamedTuple):
     """How to choose the token of each row.
 
     Attributes:
@@ -42,8 +40,7 @@ class SamplingRows:
     position: Tensor
 
 
-@dataclass(frozen=True, slots=True)
-class SampledRows:
+class SampledRows(NamedTuple):
     """The token of each row and the set it was chosen from.
 
     A token is kept if its logit > keep_threshold, or == keep_threshold and its id <= tie_id.
@@ -70,11 +67,11 @@ def sampling_rows(
 
     Args:
         params: with their seed set.
-        positions: [sum(num_rows)] integer absolute position of the token each row chooses.
+        positions: [sum(num_rows)] int64 absolute position of the token each row chooses.
     """
     values = tuple([_values(p) for p in params])
     columns = _columns(values, tuple(num_rows), positions.device)
-    return SamplingRows(*columns, position=positions.to(torch.int64))
+    return SamplingRows(*columns, position=positions)
 
 
 def sample(logits: Tensor, rows: SamplingRows, vocab_size: int) -> SampledRows:

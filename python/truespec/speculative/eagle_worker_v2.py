@@ -6,7 +6,7 @@ token i + 1; the state after the last known position is carried to the next step
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -133,7 +133,7 @@ class EagleWorker(EagleBase):
                 states = states.flatten(0, 1)
             token_ids = frontier.token_ids.flatten()
             states = self.drafter.forward(states, token_ids, rows, self.draft_kv)
-            at = replace(values, position=values.position + level)
+            at = values._replace(position=values.position + level)
             ids, scores, logprobs = (part.view(n, k, k) for part in self._children(states, at))
             frontier = pool.grow(frontier, ids, scores, logprobs)
         return pool

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import pairwise
+from typing import NamedTuple
 
 from torch import Tensor
 
@@ -16,8 +16,7 @@ from truespec.layers.sampler import SampledRows, SamplingRows, sample, sampling_
 from truespec.speculative.contract import Draft
 
 
-@dataclass(frozen=True, slots=True)
-class ProcessedStep:
+class ProcessedStep(NamedTuple):
     """What the sampler made of a step's rows, kept for the logprobs of the processed modes.
 
     Attributes:
