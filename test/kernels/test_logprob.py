@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 
 import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
+from row_kernels import row_kernels
 from truespec.kernels.rows import has_numba
 from truespec.layers.sampler import SamplingRows, sample
 from truespec.layers.utils.logprob import (
@@ -27,9 +29,9 @@ KERNELS = [
 
 
 @pytest.fixture(params=KERNELS)
-def kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    monkeypatch.setenv("TRUESPEC_CPU_KERNELS", request.param)
-    return str(request.param)
+def kernels(request: pytest.FixtureRequest) -> Iterator[str]:
+    with row_kernels(request.param):
+        yield str(request.param)
 
 
 def _sampling_rows(
@@ -39,7 +41,7 @@ def _sampling_rows(
         temperature=torch.full((num_rows,), temperature),
         top_k=torch.full((num_rows,), top_k, dtype=torch.int32),
         top_p=torch.full((num_rows,), top_p, dtype=torch.float64),
-        min_p=torch.zeros(num_rows, dtype=torch.float64),
+        log_min_p=torch.full((num_rows,), -torch.inf, dtype=torch.float64),
         seed=torch.zeros(num_rows, dtype=torch.int64),
         position=torch.arange(num_rows),
     )

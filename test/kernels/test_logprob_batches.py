@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from row_kernels import row_kernels
 from truespec.kernels.rows import has_numba
 from truespec.layers.sampler import SamplingRows, sample
 from truespec.layers.utils.logprob import (
@@ -58,7 +59,7 @@ def test_random_batches_equal_a_float64_reference_on_every_valid_slot(seed: int)
         temperature=torch.tensor([rng.choice([0.0, 0.5, 2.0]) for _ in range(num_rows)]),
         top_k=torch.tensor([rng.choice([0, 1, 7]) for _ in range(num_rows)], dtype=torch.int32),
         top_p=torch.tensor([rng.choice([1.0, 0.6]) for _ in range(num_rows)], dtype=torch.float64),
-        min_p=torch.zeros(num_rows, dtype=torch.float64),
+        log_min_p=torch.full((num_rows,), -torch.inf, dtype=torch.float64),
         seed=torch.zeros(num_rows, dtype=torch.int64),
         position=torch.arange(num_rows),
     )
@@ -82,8 +83,7 @@ def test_random_batches_equal_a_float64_reference_on_every_valid_slot(seed: int)
     is_valid = torch.arange(width) < num_tokens[:, None]
     answers = []
     for name in ("torch", "numba") if has_numba() else ("torch",):
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setenv("TRUESPEC_CPU_KERNELS", name)
+        with row_kernels(name):
             answers.append(
                 compute_spec_v2_logprobs(
                     raw,
@@ -175,12 +175,9 @@ def test_a_rows_answers_are_the_same_bits_in_any_batch() -> None:
 
 
 @pytest.mark.parametrize("kernels", ["torch", "numba"])
-def test_x08_a_prompt_scored_in_chunks_has_the_same_values(
-    kernels: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_x08_a_prompt_scored_in_chunks_has_the_same_values(kernels: str) -> None:
     if kernels == "numba" and not has_numba():
         pytest.skip("numba is not installed")
-    monkeypatch.setenv("TRUESPEC_CPU_KERNELS", kernels)
     num_rows, vocab_size = 96, 32000
     logits = torch.randn(num_rows, vocab_size, generator=torch.Generator().manual_seed(6))
     tokens = torch.arange(num_rows) * 7
@@ -192,7 +189,8 @@ def test_x08_a_prompt_scored_in_chunks_has_the_same_values(
             spec = logprob_spec(
                 [LogprobParams(prompt_top_k=2, start=0)] * len(tokens[part]), prompt=True
             )
-            parts.append(_all_rows(logits[part], tokens[part], spec).chosen)
+            with row_kernels(kernels):
+                parts.append(_all_rows(logits[part], tokens[part], spec).chosen)
         answers.append(torch.cat(parts, dim=1))
     expected = logits.double().log_softmax(-1).gather(-1, tokens[:, None])
     for answer in answers:

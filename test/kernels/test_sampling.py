@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from row_kernels import row_kernels
 from truespec.kernels import noise
 from truespec.kernels.rows import has_numba
 from truespec.layers.sampler import (
@@ -31,9 +33,9 @@ KERNELS = [
 
 
 @pytest.fixture(params=KERNELS)
-def kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    monkeypatch.setenv("TRUESPEC_CPU_KERNELS", request.param)
-    return str(request.param)
+def kernels(request: pytest.FixtureRequest) -> Iterator[str]:
+    with row_kernels(request.param):
+        yield str(request.param)
 
 
 def _rows(
@@ -48,7 +50,7 @@ def _rows(
         temperature=torch.full((num_rows,), temperature),
         top_k=torch.full((num_rows,), top_k, dtype=torch.int32),
         top_p=torch.full((num_rows,), top_p, dtype=torch.float64),
-        min_p=torch.full((num_rows,), min_p, dtype=torch.float64),
+        log_min_p=torch.full((num_rows,), min_p, dtype=torch.float64).log(),
         seed=torch.full((num_rows,), seed),
         position=torch.arange(num_rows),
     )
@@ -135,8 +137,7 @@ def test_reference_and_kernel_agree_on_rows_full_of_ties(
     rows = _rows(1, temperature, top_k, top_p, min_p, seed)
     answers = []
     for name in ("torch", "numba") if has_numba() else ("torch",):
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setenv("TRUESPEC_CPU_KERNELS", name)
+        with row_kernels(name):
             answers.append(sample(logits, rows, len(x)))
     if max(x) == -INF:
         assert all(a.failed.tolist() == [True] and a.token_ids.tolist() == [-1] for a in answers)
@@ -153,8 +154,7 @@ def test_reference_and_kernel_choose_the_same_tokens_of_a_large_vocabulary() -> 
     for filters in ((0.0,), (1.0,), (3.0,), (1.0, 50, 0.9, 0.02), (1.0, 0, 0.95), (4.0, 3000)):
         answers = []
         for name in ("torch", "numba"):
-            with pytest.MonkeyPatch.context() as patch:
-                patch.setenv("TRUESPEC_CPU_KERNELS", name)
+            with row_kernels(name):
                 answers.append(sample(logits, _rows(6, *filters), 49152))
         one, two = answers
         assert torch.equal(one.token_ids, two.token_ids)
@@ -232,7 +232,7 @@ def test_b23_greedy_rows_ignore_seed_and_neighbours_and_noise_rows_are_as_alone(
             rows.temperature[1:2],
             rows.top_k[1:2],
             rows.top_p[1:2],
-            rows.min_p[1:2],
+            rows.log_min_p[1:2],
             rows.seed[1:2],
             rows.position[1:2],
         )
@@ -253,7 +253,7 @@ def test_x05_a_seed_repeats_alone_and_in_a_batch_and_seeds_differ(kernels: str) 
 
 def test_rows_of_a_request_share_its_parameters_at_their_own_positions(kernels: str) -> None:
     params = [SamplingParams(seed=3, temperature=0.5, top_k=4), SamplingParams(seed=-1 % 2**64)]
-    rows = sampling_rows(params, [2, 1], torch.tensor([9, 10, 4], dtype=torch.int32))
+    rows = sampling_rows(params, [2, 1], torch.tensor([9, 10, 4]))
     assert rows.temperature.tolist() == [0.5, 0.5, 1.0]
     assert rows.top_k.tolist() == [4, 4, 0]
     assert rows.seed.tolist() == [3, 3, -1]

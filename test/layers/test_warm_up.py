@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from truespec.kernels.draft_chain import Transition
+from truespec.kernels.draft_chain import Confidence, Transition, tiled
 from truespec.kernels.rows import has_numba
 from truespec.layers.sampler import (
     sample,
@@ -32,15 +32,23 @@ def test_no_kernel_is_compiled_after_the_warm_up() -> None:
     for dtype in (torch.float32, torch.bfloat16):
         logits = torch.randn(6, 200).to(dtype)[:, :150]
         params = [SamplingParams(seed=1, temperature=0.0), SamplingParams(seed=2, top_k=3)]
-        rows = sampling_rows(params, [4, 2], torch.arange(6, dtype=torch.int32))
+        rows = sampling_rows(params, [4, 2], torch.arange(6))
         keys = {"temperature": rows.temperature, "seed": rows.seed, "position": rows.position}
         sampled = sample(logits, rows, 120)
         sample_draft(logits, **keys, target_ids=torch.arange(150) * 2)
-        transition = Transition(torch.randn(120, 3), torch.randn(3, 50))
+        transition = Transition(torch.randn(120, 3), tiled(torch.randn(50, 3).to(torch.bfloat16)))
         base, anchors = torch.randn(6, 4, 50), torch.arange(6)
-        sample_draft_chains(
-            base, anchors, transition, **keys, target_ids=torch.arange(50), domain=1
-        )
+        sure = Confidence(torch.ones(10), torch.ones(1), torch.ones(4), torch.ones(6, 4, 7))
+        for confidence in (None, sure):
+            sample_draft_chains(
+                base,
+                anchors,
+                transition,
+                **keys,
+                target_ids=torch.arange(50),
+                domain=1,
+                confidence=confidence,
+            )
         top_k_draft(logits[::2], 4, **{name: key[::2] for name, key in keys.items()})
         wishes = [None, LogprobParams(top_k=9, token_ids=(1, 2), modes=("raw", "processed"))]
         processed = ProcessedRows(logits, rows.temperature, sampled.keep_threshold, sampled.tie_id)

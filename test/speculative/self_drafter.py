@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import torch
 from harness import Engine, engine_config, target
 
 from truespec.batch import Batch
@@ -34,7 +33,7 @@ class SelfDrafter(SpecWorker):
             draft = chain_draft(batch, drafts, [[0.0] * len(ids) for ids in drafts])
             rows = prepare_rows(batch, draft.token_ids, draft.parents, draft.cu_rows, self.cache)
             output = self.runner.forward(rows.forward)
-            logits = self.runner.logits(output.hidden[torch.from_numpy(rows.sample_rows)])
+            logits = self.runner.logits(output.hidden[rows.sample_rows])
             masks = [None] * len(draft.token_ids)
             sampled = process_step(batch, draft, rows, logits, self.info.vocab_size, masks).sampled
             lasts = (draft.cu_rows[1:] - 1).tolist()

@@ -163,7 +163,7 @@ def _rows(num_rows: int, temperature: float, seed: int, top_k: int = 0) -> Sampl
         temperature=torch.full((num_rows,), temperature),
         top_k=torch.full((num_rows,), top_k, dtype=torch.int32),
         top_p=torch.ones(num_rows, dtype=torch.float64),
-        min_p=torch.zeros(num_rows, dtype=torch.float64),
+        log_min_p=torch.full((num_rows,), -torch.inf, dtype=torch.float64),
         seed=torch.full((num_rows,), seed),
         position=torch.arange(num_rows),
     )

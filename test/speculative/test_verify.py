@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from row_kernels import row_kernels
 from truespec.kernels.rows import has_numba
 from truespec.layers.logits_process import RowEdits, edit_logits, path_edits, request_edits
 from truespec.layers.sampler import (
@@ -119,8 +120,7 @@ def test_random_trees_equal_a_walk_by_hand(seed: int, batch_size: int, bushiness
     choices = [-1 if f else rng.randint(0, 1) for f in failed]
     expected = _walk(tokens, parents, cu_rows, choices, failed)
     for kernels in ("torch", "numba") if has_numba() else ("torch",):
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setenv("TRUESPEC_CPU_KERNELS", kernels)
+        with row_kernels(kernels):
             verdict = verify(_draft(tokens, parents, cu_rows), _sampled(choices, failed))
         for request, (emitted, rows, has_failed) in enumerate(expected):
             assert _emitted(verdict, request) == (emitted, rows)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 import torch
@@ -12,6 +13,7 @@ from torch import Tensor
 from truespec.batch import Batch, ForwardBatch
 from truespec.core import Req
 from truespec.kvcache import KVCache
+from truespec.kvcache.cache import Placed
 
 Ints = NDArray[np.int64]
 
@@ -24,14 +26,14 @@ class StepRows:
         forward: all rows.
         first_rows: [bs + 1] first row of each chunk, and the total.
         sample_rows: [num draft rows] forward row of every draft-tree row (roots and drafts of the
-            chunks that sample, in order).
-        depths: [num draft rows] depth in the draft tree, 0 at a root.
+            chunks that sample, in order), ascending.
+        next_positions: [num draft rows] int64 position of the token that each of them chooses.
     """
 
     forward: ForwardBatch
-    first_rows: Ints
-    sample_rows: Ints
-    depths: Ints
+    first_rows: list[int]
+    sample_rows: list[int]
+    next_positions: Tensor
 
 
 def prepare_rows(
@@ -45,52 +47,52 @@ def prepare_rows(
             `speculative.contract.Draft` ([n], [n], [number of sampling chunks + 1], on the host).
         cache: its page table gives the slots.
     """
-    ids, tree, cu = token_ids.numpy(), parents.numpy(), cu_rows.numpy()
-    depths = _depths(tree)
-    known = np.array([c.num_rows for c in batch.chunks], dtype=np.int64)
-    samples = np.array([c.samples for c in batch.chunks], dtype=bool)
-    starts = np.array([c.start for c in batch.chunks], dtype=np.int64)
-    num_nodes = np.zeros_like(known)
-    num_nodes[samples] = np.diff(cu)
-    num_rows = known + np.maximum(num_nodes - 1, 0)
-    first_rows = np.concatenate([[0], np.cumsum(num_rows)])
-    row_to_req = np.repeat(np.arange(len(known)), num_rows)
-    offsets = np.arange(first_rows[-1]) - first_rows[row_to_req]
-    linear = starts[row_to_req] + offsets
-
-    # A draft row sits where its index puts it in the pool and at root + depth in the sequence.
-    sampling = np.flatnonzero(samples)
-    node_to_req = np.repeat(sampling, num_nodes[sampling])
-    node_index = np.arange(len(ids)) - cu[:-1].repeat(num_nodes[sampling])
-    roots = first_rows[node_to_req] + known[node_to_req] - 1
-    sample_rows = roots + node_index
-    positions = linear.copy()
-    positions[sample_rows] = linear[roots] + depths
-
-    row_ids = np.empty(first_rows[-1], dtype=np.int64)
-    for chunk, first in zip(batch.chunks, first_rows, strict=False):
-        row_ids[first : first + chunk.num_rows] = _known_ids(chunk.req, chunk.start, chunk.num_rows)
-    row_ids[sample_rows] = ids
-
-    slots, page_table = cache.slots([c.req for c in batch.chunks], row_to_req, linear)
-    tails = _tails(tree, depths, node_index, sample_rows, slots, positions)
+    ids, cu = token_ids.tolist(), cu_rows.tolist()
+    row_ids: list[int] = []
+    sample_rows: list[int] = []
+    next_positions: list[int] = []
+    first_rows = [0]
+    drafts = pairwise(cu)
+    for chunk in batch.chunks:
+        row_ids += _known_ids(chunk.req, chunk.start, chunk.num_rows)
+        if chunk.samples:
+            begin, end = next(drafts)
+            root, first = len(row_ids) - 1, chunk.start + chunk.num_rows
+            sample_rows += range(root, root + end - begin)
+            next_positions += range(first, first + end - begin)
+            row_ids += ids[begin + 1 : end]
+        first_rows.append(len(row_ids))
+    counts = [end - begin for begin, end in pairwise(first_rows)]
+    reqs, starts = [c.req for c in batch.chunks], [c.start for c in batch.chunks]
+    placed = cache.place(reqs, starts, counts)
+    nexts = np.array(next_positions, np.int64)
+    tails = None
+    if not _is_chain(parents.tolist()):
+        tails = _branch(parents.numpy(), cu, sample_rows, placed, nexts)
     forward = ForwardBatch(
-        token_ids=torch.from_numpy(row_ids),
-        positions=torch.from_numpy(positions.astype(np.int32)),
-        row_to_req=torch.from_numpy(row_to_req.astype(np.int32)),
-        out_slots=torch.from_numpy(slots),
-        page_table=torch.from_numpy(page_table),
-        kv_lens=torch.from_numpy((positions + 1).astype(np.int32)),
+        token_ids=torch.from_numpy(np.array(row_ids, np.int64)),
+        positions=torch.from_numpy(placed.positions),
+        row_to_req=torch.from_numpy(placed.row_to_req),
+        out_slots=torch.from_numpy(placed.slots),
+        page_table=torch.from_numpy(placed.page_table),
+        kv_lens=torch.from_numpy(placed.positions + 1),
         tail_starts=None if tails is None else torch.from_numpy(tails[0]),
         tail_slots=None if tails is None else torch.from_numpy(tails[1]),
     )
-    return StepRows(forward, first_rows, sample_rows, depths)
+    return StepRows(forward, first_rows, sample_rows, torch.from_numpy(nexts))
 
 
 def prepare_known_rows(batch: Batch, cache: KVCache) -> ForwardBatch:
     """Rows of chunks that sample nothing."""
     nothing = torch.empty(0, dtype=torch.int64)
     return prepare_rows(batch, nothing, nothing, torch.zeros(1, dtype=torch.int32), cache).forward
+
+
+def take_rows(source: Tensor, rows: list[int]) -> Tensor:
+    """[len(rows), ...] ascending rows of `source` [n, ...]; itself where these are all."""
+    if len(rows) == len(source):
+        return source
+    return source.index_select(0, torch.from_numpy(np.array(rows, np.int64)))
 
 
 def _known_ids(req: Req, start: int, count: int) -> list[int]:
@@ -101,7 +103,13 @@ def _known_ids(req: Req, start: int, count: int) -> list[int]:
     return prompt[start:end] + (output[: end - size] if end > size else [])
 
 
+def _is_chain(parents: list[int]) -> bool:
+    """Every draft follows the row before it."""
+    return all(parent in (-1, row - 1) for row, parent in enumerate(parents))
+
+
 def _depths(parents: Ints) -> Ints:
+    """In the draft tree, 0 at a root."""
     depths = np.zeros_like(parents)
     ancestor = parents.copy()
     while (inside := ancestor >= 0).any():
@@ -110,18 +118,29 @@ def _depths(parents: Ints) -> Ints:
     return depths
 
 
-def _tails(
-    parents: Ints, depths: Ints, node_index: Ints, sample_rows: Ints, slots: Ints, positions: Ints
-) -> tuple[NDArray[np.int32], Ints] | None:
-    """Ancestor slots of tree rows, root first; `None` when every draft is a chain."""
-    if (depths == node_index).all():
-        return None
-    starts = (positions + 1).astype(np.int32)
-    starts[sample_rows] = positions[sample_rows] - depths
-    tail_slots = np.zeros((len(slots), int(depths.max()) + 1), dtype=np.int64)
+def _branch(
+    parents: Ints, cu_rows: list[int], sample_rows: list[int], placed: Placed, nexts: Ints
+) -> tuple[NDArray[np.int32], Ints]:
+    """Move the rows of a tree to their positions, and find their ancestors.
+
+    A draft row sits where its index puts it in the pool and at root + depth in the sequence.
+
+    Args:
+        placed: its positions are changed. nexts: [num draft rows], changed.
+
+    Returns from which position on tails count [n], and the ancestors' slots, root first.
+    """
+    depths, rows = _depths(parents), np.array(sample_rows)
+    indices = [index for begin, end in pairwise(cu_rows) for index in range(end - begin)]
+    shift = depths - np.array(indices)
+    nexts += shift
+    placed.positions[rows] += shift.astype(np.int32)
+    starts = placed.positions + 1
+    starts[rows] = placed.positions[rows] - depths
+    tail_slots = np.zeros((len(starts), int(depths.max()) + 1), dtype=np.int64)
     ancestor = np.arange(len(parents))
     while (inside := ancestor >= 0).any():
         nodes, at = np.flatnonzero(inside), ancestor[inside]
-        tail_slots[sample_rows[nodes], depths[at]] = slots[sample_rows[at]]
+        tail_slots[rows[nodes], depths[at]] = placed.slots[rows[at]]
         ancestor = np.where(inside, parents[ancestor], -1)
     return starts, tail_slots

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 
 from .jit import inline_kernel, kernel
 from .row_scan import num_blocks
 from .sampling_draft_numba import draft_row
 
-_COLUMNS = 256  # of W2 and of a row of logits that stay in the nearest cache
 _RANKS = 4
 _HALF = np.int32(16)
 
@@ -20,17 +21,29 @@ def _wide(bits):  # type: ignore[no-untyped-def]
 
 
 @kernel
-def chain_rows(  # type: ignore[no-untyped-def]
-    logits, previous, w1, w2, ids, temperature, seed, position, domain, token_ids, logprobs
-):
-    """k drafts per row; see `draft_chain.choose_chains`. `w2` holds the bits of bf16 as int16."""
+def chain_rows(logits, w1, w2, ids, keys, domain, confidence, out):  # type: ignore[no-untyped-def]
+    """k drafts per row; see `draft_chain.choose_chains`.
+
+    Args:
+        w2: tiles, with the bits of bf16 as int16.
+        keys: previous ids, temperature, seed, position, each [n].
+        confidence: weight, bias, temperatures, hidden; an empty weight asks for none.
+        out: ids, logprobs, confidences, each [n, k].
+    """
     num_rows, num_steps, vocab = logits.shape
+    previous, temperature, seed, position = keys
+    token_ids, logprobs, confidences = out
     block_max = np.empty(num_blocks(vocab), np.int32)
     last = previous.copy()
     for step in range(num_steps):
-        for begin in range(0, vocab, _COLUMNS):
+        if confidence[0].shape[0] > 0:
             for i in range(num_rows):
-                _add_product(logits[i, step], w1[last[i]], w2, begin, min(begin + _COLUMNS, vocab))
+                confidences[i, step] = _confidence(confidence, i, step, w1[last[i]])
+        for tile in range(w2.shape[0]):
+            begin = tile * w2.shape[2]
+            end = min(begin + w2.shape[2], vocab)
+            for i in range(num_rows):
+                _add_product(logits[i, step, begin:end], w1[last[i]], w2[tile])
         for i in range(num_rows):
             best, logprobs[i, step] = draft_row(
                 logits[i, step],
@@ -46,18 +59,44 @@ def chain_rows(  # type: ignore[no-untyped-def]
 
 
 @kernel
-def _add_product(row, x, w, begin, end):  # type: ignore[no-untyped-def]
-    """row += x w in the columns begin .. end - 1; `w` holds the bits of bf16."""
-    y = row[begin:end]
+def _add_product(y, x, w):  # type: ignore[no-untyped-def]
+    """y += x w in the first columns of a tile `w` [r, TILE], which holds the bits of bf16."""
+    size = y.shape[0]
     rank = x.shape[0]
     whole = rank - rank % _RANKS
     for r in range(0, whole, _RANKS):
         a, b, c, d = x[r], x[r + 1], x[r + 2], x[r + 3]
-        wa, wb = w[r][begin:end], w[r + 1][begin:end]
-        wc, wd = w[r + 2][begin:end], w[r + 3][begin:end]
-        for j in range(end - begin):
+        wa, wb, wc, wd = w[r], w[r + 1], w[r + 2], w[r + 3]
+        for j in range(size):
             y[j] += (a * _wide(wa[j]) + b * _wide(wb[j])) + (c * _wide(wc[j]) + d * _wide(wd[j]))
     for r in range(whole, rank):
-        wr = w[r][begin:end]
-        for j in range(end - begin):
+        wr = w[r]
+        for j in range(size):
             y[j] += x[r] * _wide(wr[j])
+
+
+@kernel
+def _confidence(confidence, i, step, embedded):  # type: ignore[no-untyped-def]
+    """sigmoid((w [h; W1[x]] + b) / T); a weight as wide as h leaves W1[x] out."""
+    weight, bias, temperatures, hidden = confidence
+    width = hidden.shape[2]
+    score = _dot(weight[:width], hidden[i, step]) + bias[0]
+    if weight.shape[0] > width:
+        score += _dot(weight[width:], embedded)
+    return np.float32(1.0 / (1.0 + math.exp(-np.float64(score / temperatures[step]))))
+
+
+@kernel
+def _dot(x, y):  # type: ignore[no-untyped-def]
+    """In several sums, so that one addition need not wait for the one before."""
+    size = x.shape[0]
+    whole = size - size % _RANKS
+    a = b = c = d = np.float32(0.0)
+    for i in range(0, whole, _RANKS):
+        a += x[i] * y[i]
+        b += x[i + 1] * y[i + 1]
+        c += x[i + 2] * y[i + 2]
+        d += x[i + 3] * y[i + 3]
+    for i in range(whole, size):
+        a += x[i] * y[i]
+    return (a + b) + (c + d)

@@ -6,7 +6,9 @@ token; its answers depend on its own row and question alone.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import NamedTuple
 
 import numpy as np
@@ -15,7 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from .logprob_output import AnswerParts, LogprobOutput, answer_parts, empty_output, part_ends
-from .rows import flat_fp32, run_row_ranges, use_numba
+from .rows import flat_fp32, is_direct, run_row_ranges, use_numba
 from .sampling import MIN_TEMPERATURE, is_kept
 
 RAW, TEMPERATURE, PROCESSED = range(3)  # mode codes; -1 is none
@@ -75,8 +77,8 @@ def answer_slots(
     shape = (questions.modes.shape[1], *questions.token_ids.shape)
     output = empty_output(shape, k_max, a_max, logits.device)
     if use_numba(logits.device):
-        is_direct = _is_direct(logits) and (edited is None or _is_direct(edited.logits))
-        step = max(1, num_slots if is_direct else _WIDENED_SLOTS)
+        is_copied = not (is_direct(logits) and (edited is None or is_direct(edited.logits)))
+        step = max(1, _WIDENED_SLOTS if is_copied else num_slots)
         for begin in range(0, num_slots, step):
             end = min(num_slots, begin + step)
             _answer_numba(logits, vocab_size, questions, edited, output, begin, end)
@@ -89,11 +91,6 @@ def answer_slots(
     return output
 
 
-def _is_direct(logits: Tensor) -> bool:
-    """Whether the kernel can read the tensor as it is."""
-    return logits.dtype == torch.float32 and logits.stride(-1) == 1
-
-
 def _answer_numba(
     logits: Tensor,
     vocab_size: int,
@@ -103,8 +100,6 @@ def _answer_numba(
     begin: int,
     end: int,
 ) -> None:
-    from .logprob_numba import logprob_slots
-
     q = questions
     tokens, rows, counts = _arrays(q.token_ids, q.row_index, q.num_tokens)
     ask = _arrays(q.k, q.asked_ids, q.cu_asked, q.modes)
@@ -117,28 +112,28 @@ def _answer_numba(
     ints = output.buffer.numpy()
     ends = part_ends(output.shape, output.k_max, output.a_max)
     out = (ints, ints.view(np.float32), ends, output.k_max, output.a_max)
+    args = (raw, second, slots, vocab_size, ask, filters, out)
+    run_row_ranges(_kernel(), begin, end, vocab_size, args)
 
-    def run(first: int, last: int) -> None:
-        logprob_slots(
-            raw, second, slots, vocab_size, begin + first, begin + last, ask, filters, out
-        )
 
-    run_row_ranges(run, end - begin, vocab_size)
+@lru_cache(maxsize=1)
+def _kernel() -> Callable[..., None]:
+    from .logprob_numba import logprob_slots
+
+    return logprob_slots
 
 
 def _flat(logits: Tensor, rows: Array, begin: int, end: int) -> tuple[tuple[Array, int], Array]:
     """Flat fp32 logits of slots begin .. end - 1 with their row distance, each slot's row there."""
-    if _is_direct(logits):
-        flat, stride = flat_fp32(logits)
-        return (flat.numpy(), stride), rows
+    if is_direct(logits):
+        return flat_fp32(logits), rows
     wanted = torch.from_numpy(rows[begin:end].clip(0))
-    flat, stride = flat_fp32(logits[wanted])
-    return (flat.numpy(), stride), np.arange(-begin, len(rows) - begin)
+    return flat_fp32(logits[wanted]), np.arange(-begin, len(rows) - begin)
 
 
 def _arrays(*tensors: Tensor) -> tuple[Array, ...]:
     """Flat and contiguous: another layout would compile the kernel again."""
-    return tuple([tensor.numpy().ravel() for tensor in tensors])
+    return tuple([tensor.numpy().reshape(-1) for tensor in tensors])
 
 
 def _cleared_parts(output: LogprobOutput) -> AnswerParts[Tensor]:

@@ -34,7 +34,7 @@ _PROCESSED = 2
 
 
 @kernel
-def logprob_slots(raw, edited, slots, vocab, begin, end, ask, filters, out):  # type: ignore[no-untyped-def]
+def logprob_slots(begin, end, raw, edited, slots, vocab, ask, filters, out):  # type: ignore[no-untyped-def]
     """Answer slots begin .. end - 1.
 
     Args:

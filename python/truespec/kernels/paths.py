@@ -5,6 +5,10 @@ Knows token ids and parents of ragged rows; the kernel is `paths_numba.py`.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import lru_cache
+
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -26,7 +30,7 @@ def follow_paths(
 
     Args:
         draft_ids, parents, sampled_ids: [num_rows] int64; parents are lower rows, -1 at roots.
-        cu_rows: [bs + 1] int32 or int64, every request has rows. failed: [num_rows] bool.
+        cu_rows: [bs + 1] int32, every request has rows. failed: [num_rows] bool.
         max_rows: D, at least the most rows of a request.
 
     Returns:
@@ -34,18 +38,22 @@ def follow_paths(
         [bs] int32; whether the path met a failed row [bs] bool, which emits nothing and ends it.
     """
     if use_numba(draft_ids.device):
-        from .paths_numba import walk
-
         batch_size = cu_rows.shape[0] - 1
-        ids, rows = torch.full((2, batch_size, max_rows), -1, dtype=torch.int64)
-        counts = torch.empty(batch_size, dtype=torch.int32)
-        has_failed = torch.empty(batch_size, dtype=torch.bool)
-        out = (ids, rows, counts, has_failed)
-        args = (draft_ids, parents, cu_rows.to(torch.int64), sampled_ids, failed)
-        walk(*(t.contiguous().numpy() for t in args), tuple(t.numpy() for t in out))
-        return out
+        packed = np.empty((2, batch_size, max_rows), np.int64)
+        counts, has_failed = np.empty(batch_size, np.int32), np.empty(batch_size, np.bool_)
+        args = (draft_ids, parents, cu_rows, sampled_ids, failed)
+        _kernel()(*(t.contiguous().numpy() for t in args), (packed, counts, has_failed))
+        ids, rows = torch.from_numpy(packed).unbind()
+        return ids, rows, torch.from_numpy(counts), torch.from_numpy(has_failed)
     is_path = _is_path(draft_ids, parents, sampled_ids, max_rows)
     return pack_paths(cu_rows, is_path, sampled_ids, failed, max_rows)
+
+
+@lru_cache(maxsize=1)
+def _kernel() -> Callable[..., None]:
+    from .paths_numba import walk
+
+    return walk
 
 
 def pack_paths(

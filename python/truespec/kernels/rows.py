@@ -11,7 +11,9 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache
 from importlib.util import find_spec
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from truespec import env
@@ -19,6 +21,7 @@ from truespec import env
 _THREADED_ELEMENTS = 2**22  # below, handing rows to threads costs more than it saves
 
 
+@lru_cache(maxsize=8)
 def use_numba(device: torch.device) -> bool:
     """Whether row kernels on `device` run in numba (`TRUESPEC_CPU_KERNELS`), else in torch."""
     return device.type == "cpu" and env.cpu_kernels() != "torch" and has_numba()
@@ -30,41 +33,55 @@ def has_numba() -> bool:
     return find_spec("numba") is not None
 
 
-def flat_fp32(logits: Tensor) -> tuple[Tensor, int]:
+def is_direct(logits: Tensor) -> bool:
+    """Whether kernels can read a tensor as it is: fp32 with adjacent columns."""
+    return logits.dtype == torch.float32 and logits.stride(-1) == 1
+
+
+def flat_fp32(logits: Tensor) -> tuple[NDArray[np.float32], int]:
     """A 1-D contiguous fp32 view that covers all rows, and the distance between rows.
 
-    fp32 logits with adjacent columns are not copied, whatever the row stride (0 for an expanded
-    view). Other types are widened: pass few rows at a time.
+    What kernels can read is not copied, whatever the row stride (0 for an expanded view). Other
+    tensors are widened: pass few rows at a time.
     """
-    if logits.dtype != torch.float32 or logits.stride(-1) != 1:
-        logits = logits.to(torch.float32).contiguous()
+    if not is_direct(logits):
+        logits = logits.to(torch.float32)
     num_rows, num_columns = logits.shape
-    stride = logits.stride(0) if num_rows > 1 else num_columns
-    span = max(0, (num_rows - 1) * stride + num_columns) if num_rows else 0
-    return logits.as_strided((span,), (1,)), stride
+    if logits.is_contiguous():
+        return logits.numpy().reshape(-1), num_columns
+    stride = logits.stride(0)
+    return logits.as_strided(((num_rows - 1) * stride + num_columns,), (1,)).numpy(), stride
 
 
-def row_blocks(logits: Tensor, rows: int) -> Iterator[tuple[int, int]]:
-    """Ranges of at most `rows` rows; one range when no copy is needed to read them as fp32."""
+def flat_blocks(logits: Tensor, rows: int) -> Iterator[tuple[int, int, NDArray[np.float32], int]]:
+    """(begin, end, flat view, stride) of blocks of rows: of all at once if they need no copy.
+
+    Args:
+        rows: at most so many are widened at a time.
+    """
     num_rows = logits.shape[0]
-    if logits.dtype == torch.float32 and logits.stride(-1) == 1:
-        rows = max(1, num_rows)
-    for begin in range(0, num_rows, rows):
-        yield begin, min(num_rows, begin + rows)
+    step = max(1, num_rows if is_direct(logits) else rows)
+    for begin in range(0, num_rows, step):
+        end = min(num_rows, begin + step)
+        block = logits if end - begin == num_rows else logits[begin:end]
+        yield begin, end, *flat_fp32(block)
 
 
-def run_row_ranges(f: Callable[[int, int], None], num_rows: int, num_columns: int) -> None:
-    """Call f(begin, end) over all rows, on several threads when that pays. f releases the GIL.
+def run_row_ranges(
+    f: Callable[..., None], begin: int, end: int, num_columns: int, args: tuple[object, ...]
+) -> None:
+    """Call f(begin, end, *args), on several threads by turns when that pays. f releases the GIL.
 
     A row's result does not depend on its range, so the split changes no bit.
     """
+    num_rows = end - begin
     if num_rows * num_columns < _THREADED_ELEMENTS or num_rows < 2:
-        f(0, num_rows)
+        f(begin, end, *args)
         return
     pool, num_threads = _pool()
     step = -(-num_rows // num_threads)
-    starts = range(0, num_rows, step)
-    for done in [pool.submit(f, s, min(num_rows, s + step)) for s in starts]:
+    starts = range(begin, end, step)
+    for done in [pool.submit(f, s, min(end, s + step), *args) for s in starts]:
         done.result()
 
 

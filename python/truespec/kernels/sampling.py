@@ -6,13 +6,15 @@ a prefix of the order (logit descending, id ascending), so (threshold, tie id) d
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import lru_cache
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from .noise import gumbel, mass_fixed
-from .rows import flat_fp32, row_blocks, run_row_ranges, use_numba
+from .rows import flat_blocks, run_row_ranges, use_numba
 
 MIN_TEMPERATURE = 2.0**-126  # less is argmax: a subnormal divisor has no stable meaning
 _REFERENCE_ELEMENTS = 2**20  # the reference works on so many logits at a time
@@ -25,7 +27,7 @@ def choose_tokens(
     temperature: Tensor,
     top_k: Tensor,
     top_p: Tensor,
-    min_p: Tensor,
+    log_min_p: Tensor,
     seed: Tensor,
     position: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -34,7 +36,8 @@ def choose_tokens(
     Args:
         logits: [n, >= vocab_size] fp32/bf16/fp16, not modified; further columns are padding.
         temperature: [n] fp32, 0 is argmax without filters. top_k: [n] int32, 0 keeps all.
-        top_p, min_p: [n] fp32 or fp64. seed, position: [n] int64.
+        top_p: [n] fp64. log_min_p: [n] fp64, -inf keeps all. seed, position: [n] int64.
+            All of them are contiguous.
 
     Returns:
         ids [n] int64 (-1 where failed), failed [n] bool (NaN, +inf or nothing but -inf in the row),
@@ -42,35 +45,22 @@ def choose_tokens(
         and id <= tie id; (-inf, -1) where no filter acts.
     """
     num_rows = logits.shape[0]
-    for name, tensor in (("temperature", temperature), ("seed", seed), ("position", position)):
-        assert tensor.shape == (num_rows,), f"{name} is {tuple(tensor.shape)}, rows {num_rows}"
+    rows = (temperature, top_k, top_p, log_min_p, seed, position)
+    shapes = [tuple(row.shape) for row in rows]
+    assert shapes == [(num_rows,)] * len(rows), f"parameters of {shapes}, {num_rows} rows"
     assert logits.shape[1] >= vocab_size, f"{logits.shape[1]} columns, vocabulary {vocab_size}"
-    device = logits.device
-    out = (
-        torch.empty(num_rows, dtype=torch.int64, device=device),
-        torch.empty(num_rows, dtype=torch.bool, device=device),
-        torch.empty(num_rows, dtype=torch.float32, device=device),
-        torch.empty(num_rows, dtype=torch.int64, device=device),
-    )
-    rows = (
-        temperature.to(torch.float32),
-        top_k.to(torch.int32),
-        top_p.to(torch.float64),
-        min_p.to(torch.float64).clamp_max(1.0).log(),
-        seed.to(torch.int64),
-        position.to(torch.int64),
-    )
-    if use_numba(device):
-        for begin, end in row_blocks(logits, 16):
-            _choose_numba(logits, vocab_size, rows, out, begin, end)
-        return out
+    if use_numba(logits.device):
+        return _choose_numba(logits, vocab_size, rows)
     step = max(1, _REFERENCE_ELEMENTS // max(1, vocab_size))
-    for begin in range(0, num_rows, step):
-        part = slice(begin, begin + step)
-        results = choose_reference(logits[part, :vocab_size].float(), *(r[part] for r in rows))
-        for o, result in zip(out, results, strict=True):
-            o[part] = result
-    return out
+    results = [
+        choose_reference(
+            logits[begin : begin + step, :vocab_size].float(),
+            *(row[begin : begin + step] for row in rows),
+        )
+        for begin in range(0, max(1, num_rows), step)
+    ]
+    ids, failed, threshold, tie_id = map(torch.cat, zip(*results, strict=True))
+    return ids, failed, threshold, tie_id
 
 
 def choose_reference(
@@ -119,28 +109,29 @@ def identity_ids(vocab_size: int) -> Tensor:
 
 
 def _choose_numba(
-    logits: Tensor,
-    vocab_size: int,
-    rows: tuple[Tensor, ...],
-    out: tuple[Tensor, ...],
-    begin: int,
-    end: int,
-) -> None:
+    logits: Tensor, vocab_size: int, rows: tuple[Tensor, ...]
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    num_rows = logits.shape[0]
+    params = tuple([row.numpy() for row in rows])
+    out = (
+        np.empty(num_rows, np.int64),
+        np.empty(num_rows, np.bool_),
+        np.empty(num_rows, np.float32),
+        np.empty(num_rows, np.int64),
+    )
+    ids = identity_ids(vocab_size).numpy()
+    for begin, end, flat, stride in flat_blocks(logits, 16):
+        args = (flat, stride, begin, vocab_size, ids, params, out)
+        run_row_ranges(_kernel(), begin, end, vocab_size, args)
+    token_ids, failed, threshold, tie_id = map(torch.from_numpy, out)
+    return token_ids, failed, threshold, tie_id
+
+
+@lru_cache(maxsize=1)
+def _kernel() -> Callable[..., None]:
     from .sampling_numba import sample_rows
 
-    is_whole = end - begin == logits.shape[0]
-    flat, stride = flat_fp32(logits if is_whole else logits[begin:end])
-    flat_np = flat.numpy()
-    ids = identity_ids(vocab_size).numpy()
-    params = tuple(r.contiguous().numpy() for r in rows)
-    results = tuple(o.numpy() for o in out)
-
-    def run(first: int, last: int) -> None:
-        sample_rows(
-            flat_np, stride, begin, begin + first, begin + last, vocab_size, ids, params, results
-        )
-
-    run_row_ranges(run, end - begin, vocab_size)
+    return sample_rows
 
 
 def _num_kept(sorted_scaled: Tensor, top_k: Tensor, top_p: Tensor, log_min_p: Tensor) -> Tensor:

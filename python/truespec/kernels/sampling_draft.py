@@ -6,11 +6,13 @@ correctness. The kernel is `sampling_draft_numba.py`.
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 import torch
 from torch import Tensor
 
 from .noise import gumbel
-from .rows import flat_fp32, row_blocks, use_numba
+from .rows import flat_blocks, use_numba
 from .sampling import MIN_TEMPERATURE, _first_argmax, identity_ids
 
 
@@ -42,10 +44,9 @@ def choose_drafts(
         logprobs = torch.empty(num_rows, dtype=torch.float32)
         ids = int32_ids(vocab_size, target_ids).numpy()
         params = [p.contiguous().numpy() for p in (temperature, seed, position)]
-        for begin, end in row_blocks(logits, 16):
-            flat, stride = flat_fp32(logits[begin:end])
+        for begin, end, flat, stride in flat_blocks(logits, 16):
             draft_rows(
-                flat.numpy(),
+                flat,
                 stride,
                 vocab_size,
                 ids,
@@ -89,10 +90,9 @@ def choose_top_k_drafts(
         scores = torch.empty((num_rows, k), dtype=torch.float32)
         ids = int32_ids(vocab_size, target_ids).numpy()
         params = [p.contiguous().numpy() for p in (temperature, seed, position)]
-        for begin, end in row_blocks(logits, 16):
-            flat, stride = flat_fp32(logits[begin:end])
+        for begin, end, flat, stride in flat_blocks(logits, 16):
             top_k_draft_rows(
-                flat.numpy(),
+                flat,
                 stride,
                 vocab_size,
                 ids,
@@ -130,6 +130,10 @@ def _perturbed(
     return scaled + noise, scaled.log_softmax(-1)
 
 
+@lru_cache(maxsize=8)
 def int32_ids(vocab_size: int, target_ids: Tensor | None) -> Tensor:
-    """Target ids of the draft columns, [vocab_size] int32."""
+    """Target ids of the draft columns, [vocab_size] int32, shared: do not modify.
+
+    A tensor is its own key, so `target_ids` must not change either.
+    """
     return identity_ids(vocab_size) if target_ids is None else target_ids.to(torch.int32)

@@ -34,7 +34,7 @@ _RADIX = ((21, 2047), (10, 2047), (0, 1023))  # (shift, bucket mask), most signi
 
 
 @kernel
-def sample_rows(flat, stride, origin, begin, end, vocab, all_ids, params, out):  # type: ignore[no-untyped-def]
+def sample_rows(begin, end, flat, stride, origin, vocab, all_ids, params, out):  # type: ignore[no-untyped-def]
     """Rows begin .. end - 1; row i is at (i - origin) * stride of `flat`.
 
     `all_ids` [vocab] int32 counts up from 0. `params`: temperature, top-k, top-p, log of min-p,

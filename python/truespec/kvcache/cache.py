@@ -2,12 +2,28 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import numpy as np
 from numpy.typing import NDArray
 
 from truespec.core import Req
 from truespec.kvcache.pages import PageAllocator
 from truespec.kvcache.prefix import Node, PrefixCache
+
+
+class Placed(NamedTuple):
+    """Rows in order, request by request, and where they lie in the pool.
+
+    Attributes:
+        positions: [n]. row_to_req: [n] index into the requests. slots: [n] slot of each position.
+        page_table: [bs, pages up to the last position].
+    """
+
+    positions: NDArray[np.int32]
+    row_to_req: NDArray[np.int32]
+    slots: NDArray[np.int64]
+    page_table: NDArray[np.int32]
 
 
 class KVCache:
@@ -121,21 +137,30 @@ class KVCache:
         self._free_rows.append(req.row)
         req.row, req.pages, req.num_shared_pages, req.num_computed = -1, [], 0, 0
 
-    def slots(
-        self, reqs: list[Req], row_to_req: NDArray[np.int64], positions: NDArray[np.int64]
-    ) -> tuple[NDArray[np.int64], NDArray[np.int32]]:
-        """Pool slots of positions, and the page table that covers them.
+    def place(self, reqs: list[Req], firsts: list[int], counts: list[int]) -> Placed:
+        """Rows for `counts[i]` positions of each running request from `firsts[i]` on.
 
-        Args:
-            reqs: running requests, bs of them.
-            row_to_req: [n] index into `reqs`. positions: [n] positions with reserved pages.
-
-        Returns ([n] slots, [bs, pages up to the last position]).
+        Pages for them are reserved.
         """
-        width = int(positions.max()) // self.page_size + 1 if len(positions) else 1
-        table = self.page_table[[req.row for req in reqs], :width]
-        pages = table[row_to_req, positions // self.page_size].astype(np.int64)
-        return pages * self.page_size + positions % self.page_size, table
+        positions: list[int] = []
+        row_to_req: list[int] = []
+        slots: list[int] = []
+        num_pages = 1
+        for index, (req, first, count) in enumerate(zip(reqs, firsts, counts, strict=True)):
+            end = first + count
+            positions += range(first, end)
+            row_to_req += [index] * count
+            for page in range(first // self.page_size, self.pages_for(end) if count else 0):
+                begin, stop = page * self.page_size, (page + 1) * self.page_size
+                shift = req.pages[page] * self.page_size - begin
+                slots += range(max(first, begin) + shift, min(end, stop) + shift)
+                num_pages = max(num_pages, page + 1)
+        return Placed(
+            positions=np.array(positions, np.int32),
+            row_to_req=np.array(row_to_req, np.int32),
+            slots=np.array(slots, np.int64),
+            page_table=self.page_table[[req.row for req in reqs], :num_pages],
+        )
 
     def flush(self) -> int:
         """Evict every idle page of the prefix cache; returns how many."""

@@ -7,7 +7,7 @@ that a verify row is edited as plain decoding would at that position. Knows no b
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -72,7 +72,7 @@ def request_edits(
     params: SamplingParams,
     prompt_ids: Sequence[int],
     output_ids: Sequence[int],
-    stop_ids: Sequence[int] = (),
+    stop_ids: Collection[int] = (),
 ) -> RequestEdits | None:
     """Prepare the edits of a request's rows in one step; `None` when its logits stay as they are.
 
@@ -100,7 +100,7 @@ def request_edits(
         counts=Counter(output_ids) if counts_output else Counter(),
         tail=_tail(prompt_ids, output_ids, look_back),
         num_output=len(output_ids),
-        stop_ids=tuple(stop_ids) if is_early else (),
+        stop_ids=tuple(sorted(stop_ids)) if is_early else (),
         bias_ids=_ids([token for token, _ in params.logit_bias]),
         bias=_floats([value for _, value in params.logit_bias]),
         allowed_ids=None

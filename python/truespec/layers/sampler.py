@@ -7,28 +7,27 @@ this very function on every row, which is what makes speculation lossless.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from functools import lru_cache
+from typing import NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from truespec.kernels.draft_chain import Transition, choose_chains
+from truespec.kernels.draft_chain import Chains, Confidence, Transition, choose_chains
 from truespec.kernels.noise import signed64
 from truespec.kernels.sampling import choose_tokens
 from truespec.kernels.sampling_draft import choose_drafts, choose_top_k_drafts
 from truespec.params import SamplingParams
 
 
-@dataclass(frozen=True, slots=True)
-class SamplingRows:
+class SamplingRows(NamedTuple):
     """How to choose the token of each row.
 
     Attributes:
         temperature: [n] fp32, 0 is argmax and filters do not act.
         top_k: [n] int32, 0 keeps all.
         top_p: [n] fp64, 1 keeps all. fp64 because 0.1 of ten equal tokens must be one of them.
-        min_p: [n] fp64, 0 keeps all.
+        log_min_p: [n] fp64 natural logarithm of min-p, -inf keeps all.
         seed: [n] int64, the 64 bits of the seed in two's complement.
         position: [n] int64 absolute position of the token being chosen (a row's own position + 1).
     """
@@ -36,13 +35,12 @@ class SamplingRows:
     temperature: Tensor
     top_k: Tensor
     top_p: Tensor
-    min_p: Tensor
+    log_min_p: Tensor
     seed: Tensor
     position: Tensor
 
 
-@dataclass(frozen=True, slots=True)
-class SampledRows:
+class SampledRows(NamedTuple):
     """The token of each row and the set it was chosen from.
 
     A token is kept if its logit > keep_threshold, or == keep_threshold and its id <= tie_id.
@@ -65,26 +63,15 @@ def sampling_rows(
 ) -> SamplingRows:
     """Per-row parameters of requests with `num_rows[i]` adjacent rows each.
 
+    Equal parameters share their tensors but for the positions: do not modify them.
+
     Args:
         params: with their seed set.
-        positions: [sum(num_rows)] integer absolute position of the token each row chooses.
+        positions: [sum(num_rows)] int64 absolute position of the token each row chooses.
     """
-    device = positions.device
-    table = np.array([(p.temperature, p.top_k, p.top_p, p.min_p) for p in params]).reshape(-1, 4)
-    seeds = np.array([_seed(p) for p in params], dtype=np.int64)
-    if max(num_rows, default=1) > 1:
-        table = table.repeat(num_rows, axis=0)
-        seeds = seeds.repeat(num_rows)
-    columns = torch.from_numpy(np.ascontiguousarray(table.T)).to(device)  # one transfer
-    temperature, top_k, top_p, min_p = columns.unbind()
-    return SamplingRows(
-        temperature=temperature.to(torch.float32),
-        top_k=top_k.to(torch.int32),
-        top_p=top_p,
-        min_p=min_p,
-        seed=torch.from_numpy(seeds).to(device),
-        position=positions.to(torch.int64),
-    )
+    values = tuple([_values(p) for p in params])
+    columns = _columns(values, tuple(num_rows), positions.device)
+    return SamplingRows(*columns, position=positions)
 
 
 def sample(logits: Tensor, rows: SamplingRows, vocab_size: int) -> SampledRows:
@@ -103,7 +90,7 @@ def sample(logits: Tensor, rows: SamplingRows, vocab_size: int) -> SampledRows:
             temperature=rows.temperature,
             top_k=rows.top_k,
             top_p=rows.top_p,
-            min_p=rows.min_p,
+            log_min_p=rows.log_min_p,
             seed=rows.seed,
             position=rows.position,
         )
@@ -144,18 +131,17 @@ def sample_draft_chains(
     position: Tensor,
     target_ids: Tensor | None = None,
     domain: int = 0,
-) -> tuple[Tensor, Tensor]:
+    confidence: Confidence | None = None,
+) -> Chains:
     """`sample_draft` step by step, each with the transition's bias from the draft before.
 
     Args:
         logits: [n, k, DV] fp32, contiguous; the biases are added in place.
         previous: [n] int64 target ids before the first draft. position: [n] of the first draft.
-
-    Returns:
-        token_ids [n, k] int64, logprobs [n, k] fp32.
+        confidence: what tells how sure each draft is, `None` leaves that out.
     """
     return choose_chains(
-        logits, previous, transition, temperature, seed, position, target_ids, domain
+        logits, previous, transition, temperature, seed, position, target_ids, domain, confidence
     )
 
 
@@ -177,6 +163,37 @@ def top_k_draft(
     return choose_top_k_drafts(logits, temperature, seed, position, k, target_ids)
 
 
-def _seed(params: SamplingParams) -> int:
+class _Values(NamedTuple):
+    """What tells the rows of one request from others, by value."""
+
+    temperature: float
+    top_k: int
+    top_p: float
+    min_p: float
+    seed: int
+
+
+def _values(params: SamplingParams) -> _Values:
     assert params.seed is not None, "a request reaches the sampler with its seed set"
-    return signed64(params.seed)
+    return _Values(
+        params.temperature, params.top_k, params.top_p, params.min_p, signed64(params.seed)
+    )
+
+
+@lru_cache(maxsize=64)
+def _columns(
+    values: tuple[_Values, ...], num_rows: tuple[int, ...], device: torch.device
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """The fields of `SamplingRows` but the last: requests keep them from step to step."""
+    rows = [one for one, count in zip(values, num_rows, strict=True) for _ in range(count)]
+
+    def column(entries: list[float] | list[int], dtype: torch.dtype) -> Tensor:
+        return torch.tensor(entries, dtype=dtype, device=device)
+
+    return (
+        column([row.temperature for row in rows], torch.float32),
+        column([row.top_k for row in rows], torch.int32),
+        column([row.top_p for row in rows], torch.float64),
+        column([row.min_p for row in rows], torch.float64).clamp_max(1.0).log(),
+        column([row.seed for row in rows], torch.int64),
+    )

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import torch
 
-from truespec.kernels.draft_chain import Transition
+from truespec.kernels.draft_chain import Confidence, Transition, tiled
 from truespec.kernels.paths import follow_paths
 from truespec.params import LOGPROB_MODES, LogprobParams, SamplingParams
 
@@ -30,13 +30,15 @@ def compile_row_kernels() -> None:
     temperature, seed, position = rows.temperature, rows.seed, rows.position
     sample_draft(logits, temperature=temperature, seed=seed, position=position)
     top_k_draft(logits, 1, temperature=temperature, seed=seed, position=position)
+    one = torch.ones(1)
     sample_draft_chains(
         logits.unsqueeze(0),
         torch.zeros(1, dtype=torch.int64),
-        Transition(torch.zeros(_VOCAB_SIZE, 1), torch.zeros(1, _VOCAB_SIZE, dtype=torch.bfloat16)),
+        Transition(logits.T, tiled(logits.T.to(torch.bfloat16))),
         temperature=temperature,
         seed=seed,
         position=position,
+        confidence=Confidence(torch.ones(2), one, one, one.view(1, 1, 1)),
     )
     ids, row_index, num_tokens, _ = follow_paths(
         torch.zeros(1, dtype=torch.int64),

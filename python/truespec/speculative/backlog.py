@@ -6,6 +6,7 @@ Knows target rows and pages; knows no drafter.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -31,31 +32,27 @@ class FreshRows:
     """
 
     reqs: list[Req]
-    firsts: Ints
-    lengths: Ints
+    firsts: list[int]
+    lengths: list[int]
     source: Tensor
     emitted: list[list[int]]
 
-    @property
-    def row_to_req(self) -> Ints:
-        """[n] index into `reqs`."""
-        row_to_req: Ints = np.repeat(np.arange(len(self.reqs)), self.lengths)
-        return row_to_req
 
-    @property
-    def positions(self) -> Ints:
-        """[n]."""
-        starts = np.cumsum(self.lengths) - self.lengths
-        offsets: Ints = np.repeat(self.firsts - starts, self.lengths)
-        return offsets + np.arange(len(offsets))
+class _Part(NamedTuple):
+    """Some adjacent rows of what was read."""
+
+    source: Tensor
+    first: int
+    end: int
 
 
 @dataclass(slots=True)
 class _Waiting:
-    """Of a request: places of its rows in what was read, for the positions from `first` on."""
+    """Of a request: where its rows are, for `length` positions from `first` on."""
 
     first: int
-    rows: list[tuple[Tensor, int]]
+    length: int
+    parts: list[_Part]
 
 
 @dataclass(slots=True)
@@ -77,15 +74,15 @@ class Backlog:
     def size(self, req: Req) -> int:
         """Positions that wait."""
         waiting = self._waiting.get(req.rid)
-        return 0 if waiting is None else len(waiting.rows)
+        return 0 if waiting is None else waiting.length
 
     def hold(self, req: Req, first: int, source: Tensor, row: int, count: int) -> None:
         """Keep `count` rows of `source`, from `row` on, for the positions from `first` on."""
         waiting = self._waiting.get(req.rid)
         if waiting is None:
-            self._waiting[req.rid] = waiting = _Waiting(first, [])
-        for place in range(row, row + count):
-            waiting.rows.append((source, place))
+            self._waiting[req.rid] = waiting = _Waiting(first, 0, [])
+        waiting.parts.append(_Part(source, row, row + count))
+        waiting.length += count
 
     def take(self, reqs: list[Req]) -> FreshRows | None:
         """All that waits for some requests; it counts as filled from now on."""
@@ -95,9 +92,9 @@ class Backlog:
         taken = [self._waiting.pop(req.rid) for req in reqs]
         fresh = FreshRows(
             reqs,
-            np.array([waiting.first for waiting in taken]),
-            np.array([len(waiting.rows) for waiting in taken]),
-            torch.stack([source[row] for waiting in taken for source, row in waiting.rows]),
+            [waiting.first for waiting in taken],
+            [waiting.length for waiting in taken],
+            _joined([part for waiting in taken for part in waiting.parts]),
             [[] for _ in reqs],
         )
         self.fill(fresh)
@@ -105,10 +102,8 @@ class Backlog:
 
     def fill(self, fresh: FreshRows) -> None:
         """These positions get their draft KV."""
-        for req, first, length in zip(
-            fresh.reqs, fresh.firsts.tolist(), fresh.lengths.tolist(), strict=True
-        ):
-            size = self.cache.page_size
+        size = self.cache.page_size
+        for req, first, length in zip(fresh.reqs, fresh.firsts, fresh.lengths, strict=True):
             # NOTE: a page that is entered in its middle stays what it was.
             for page in req.pages[-(-first // size) : -(-(first + length) // size)]:
                 self._is_filled[page] = 1
@@ -124,7 +119,7 @@ class Backlog:
         """Leave out all that waits."""
         waiting = self._waiting.pop(req.rid, None)
         if waiting is not None:
-            self.leave_out(req, waiting.first, waiting.first + len(waiting.rows))
+            self.leave_out(req, waiting.first, waiting.first + waiting.length)
 
     def has_gap(self, req: Req) -> bool:
         """Some position before those that wait has no draft KV."""
@@ -142,3 +137,16 @@ class Backlog:
         """The request left its pages."""
         self._waiting.pop(req.rid, None)
         self._has_gap.pop(req.rid, None)
+
+
+def _joined(parts: list[_Part]) -> Tensor:
+    """The rows of all parts in order; no copy where they are adjacent in one tensor."""
+    runs = parts[:1]
+    for part in parts[1:]:
+        last = runs[-1]
+        if part.source is last.source and part.first == last.end:
+            runs[-1] = last._replace(end=part.end)
+        else:
+            runs.append(part)
+    slices = [source[first:end] for source, first, end in runs]
+    return slices[0] if len(slices) == 1 else torch.cat(slices)

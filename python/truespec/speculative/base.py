@@ -9,6 +9,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -18,7 +19,7 @@ from torch import Tensor
 from truespec.batch import Batch, LogprobTable, ModelOutput, ReqChunk, StepOutput
 from truespec.config import EngineConfig
 from truespec.core import Req
-from truespec.engine.rows import StepRows, prepare_rows
+from truespec.engine.rows import StepRows, prepare_rows, take_rows
 from truespec.engine.runner import ModelRunner
 from truespec.engine.worker import ModelInfo, Worker
 from truespec.kvcache import KVCache, LayerSpec
@@ -69,16 +70,12 @@ class Committed:
     """The rows of a step whose tokens stay: known rows and accepted drafts, in position order.
 
     Attributes:
-        rows: [n] int64 rows of the forward batch.
-        row_to_req: [n] int64 chunk of each row.
-        positions: [n] int32.
-        slots: [n] int64 where their K/V lies after the step.
+        rows: rows of the forward batch, ascending.
+        counts: [number of chunks] how many of them each chunk has.
     """
 
-    rows: Tensor
-    row_to_req: Tensor
-    positions: Tensor
-    slots: Tensor
+    rows: list[int]
+    counts: list[int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,7 +146,7 @@ class SpecWorker(Worker):
         draft_seconds = self.times.lap("draft")
         rows = prepare_rows(batch, draft.token_ids, draft.parents, draft.cu_rows, self.cache)
         output = self.runner.forward(rows.forward, self.capture)
-        raw_logits = self.runner.logits(output.hidden[torch.from_numpy(rows.sample_rows)])
+        raw_logits = self.runner.logits(take_rows(output.hidden, rows.sample_rows))
         seconds = self.times.lap("target")
         processed = process_step(
             batch, draft, rows, raw_logits, self.info.vocab_size, constrained.masks
@@ -197,7 +194,7 @@ class SpecWorker(Worker):
 
     def _verify(self, draft: Draft, step: ProcessedStep) -> Verdict:
         if not self.is_rejection or draft.logits is None:
-            return verify(draft, step.sampled, max_rows=self.num_drafts + 1)
+            return verify(draft, step.sampled)
         return verify_rejection(
             draft,
             step.logits,
@@ -227,64 +224,74 @@ class SpecWorker(Worker):
             )
 
     def _observe(self, draft: Draft, verdict: Verdict) -> None:
-        cu = draft.cu_rows.tolist()
+        ranges = pairwise(draft.cu_rows.tolist())
         emitted = verdict.num_tokens.tolist()
-        for index, (rid, planned) in enumerate(self._planned.items()):
+        made = zip(self._planned.items(), ranges, emitted, strict=True)
+        for (rid, planned), (begin, end), count in made:
             if planned:
-                num_drafts = cu[index + 1] - cu[index] - 1
-                self.planner.observe(rid, planned, num_drafts, max(0, emitted[index] - 1))
+                self.planner.observe(rid, planned, end - begin - 1, max(0, count - 1))
 
     def _commit_rows(self, batch: Batch, rows: StepRows, verdict: Verdict) -> Committed:
         """Find the committed rows; accepted tree nodes are moved to their own positions' slots."""
-        known = np.array([chunk.num_rows for chunk in batch.chunks])
-        picked = [np.arange(n) + first for n, first in zip(known, rows.first_rows, strict=False)]
-        sampling = [i for i, chunk in enumerate(batch.chunks) if chunk.samples]
-        accepted = verdict.row_index[:, 1:].numpy()
-        for index, count, path in zip(sampling, verdict.num_tokens.tolist(), accepted, strict=True):
-            if count > 1:
-                picked[index] = np.concatenate([picked[index], rows.sample_rows[path[: count - 1]]])
-        flat = np.concatenate(picked)
-        row_to_req = np.repeat(np.arange(len(picked)), [len(p) for p in picked])
-        forward = rows.forward
-        kept = torch.from_numpy(flat)
-        positions, slots = forward.positions[kept], forward.out_slots[kept]
-        if forward.tail_slots is not None:
-            linear, _ = self.cache.slots(
-                [chunk.req for chunk in batch.chunks], row_to_req, positions.numpy()
-            )
-            moved = torch.from_numpy(linear)
-            self.runner.move_kv(slots, moved)
-            slots = moved
-        return Committed(kept, torch.from_numpy(row_to_req), positions, slots)
+        kept: list[int] = []
+        counts: list[int] = []
+        paths = zip(verdict.row_index.tolist(), verdict.num_tokens.tolist(), strict=True)
+        for chunk, first in zip(batch.chunks, rows.first_rows, strict=False):
+            before = len(kept)
+            kept += range(first, first + chunk.num_rows)
+            if chunk.samples:
+                path, count = next(paths)
+                kept += [rows.sample_rows[row] for row in path[1:count]]
+            counts.append(len(kept) - before)
+        committed = Committed(kept, counts)
+        if rows.forward.tail_slots is not None:
+            self._move_kept(batch, rows.forward.out_slots, committed)
+        return committed
+
+    def _move_kept(self, batch: Batch, out_slots: Tensor, committed: Committed) -> None:
+        chunks = batch.chunks
+        own = self.cache.place(
+            [chunk.req for chunk in chunks], [chunk.start for chunk in chunks], committed.counts
+        )
+        self.runner.move_kv(out_slots[committed.rows], torch.from_numpy(own.slots))
 
 
-def chain_draft(batch: Batch, drafts: list[list[int]], logprobs: list[list[float]]) -> Draft:
+def chain_draft(
+    batch: Batch,
+    drafts: list[list[int]],
+    logprobs: list[list[float]],
+    confidences: list[list[float]] | None = None,
+) -> Draft:
     """A `Draft` of chains.
 
     Args:
         batch: its sampling chunks give the roots.
         drafts: target ids per sampling chunk, possibly none.
         logprobs: the drafter's own logprob of each.
+        confidences: conditional acceptance of each, where the drafter has it.
     """
     roots = [chunk.req.last_token_id for chunk in batch.chunks if chunk.samples]
     token_ids: list[int] = []
-    flat_logprobs: list[float] = []
     parents: list[int] = []
     cu_rows = [0]
-    for root, ids, values in zip(roots, drafts, logprobs, strict=True):
+    for root, ids in zip(roots, drafts, strict=True):
         first = len(token_ids)
         token_ids += [root, *ids]
-        flat_logprobs += [0.0, *values]
         parents += [-1, *range(first, first + len(ids))]
         cu_rows.append(len(token_ids))
     return Draft(
-        token_ids=torch.tensor(token_ids, dtype=torch.int64),
-        parents=torch.tensor(parents, dtype=torch.int64),
-        cu_rows=torch.tensor(cu_rows, dtype=torch.int32),
-        logprobs=torch.tensor(flat_logprobs, dtype=torch.float32),
-        confidences=None,
-        logits=None,
+        token_ids=torch.from_numpy(np.array(token_ids, np.int64)),
+        parents=torch.from_numpy(np.array(parents, np.int64)),
+        cu_rows=torch.from_numpy(np.array(cu_rows, np.int32)),
+        logprobs=_behind_roots(logprobs, 0.0),
+        confidences=None if confidences is None else _behind_roots(confidences, 1.0),
     )
+
+
+def _behind_roots(values: list[list[float]], at_root: float) -> Tensor:
+    """[num_rows] fp32."""
+    rows = [value for own in values for value in (at_root, *own)]
+    return torch.from_numpy(np.array(rows, np.float32))
 
 
 def _to_host(

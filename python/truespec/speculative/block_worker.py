@@ -7,6 +7,8 @@ own K/V goes to the slots after them and is overwritten by what gets committed t
 from __future__ import annotations
 
 from abc import abstractmethod
+from itertools import accumulate
+from operator import mul
 from pathlib import Path
 
 import numpy as np
@@ -77,14 +79,14 @@ class BlockWorker(DrafterWorker):
             # NOTE: rejection keeps its law only if a draft's admission does not depend on what
             # comes after it; ranking the blocks of a step by confidence does.
             return counts
-        survivals = drafts.confidences.cumprod(1).tolist()
-        return self.planner.trim(
-            [values[:count] for values, count in zip(survivals, counts, strict=True)], other_rows
-        )
+        made = zip(drafts.confidences, counts, strict=True)
+        survivals = [list(accumulate(values[:count], mul)) for values, count in made]
+        return self.planner.trim(survivals, other_rows)
 
     def make_drafts(self, drafting: Drafting) -> Draft:
         longest = max(drafting.counts)
-        anchors = torch.tensor([req.last_token_id for req in drafting.reqs])
+        roots = [chunk.req.last_token_id for chunk in drafting.chunks]
+        anchors = torch.from_numpy(np.array(roots, np.int64))
         first = 1 if self.drafter.config.skip_first_row else 0
         # Rows that nobody wants cost more than the little that the others gain by seeing them.
         wanted = self.drafter.config.num_drafts if self.planner.costs is None else longest
@@ -93,19 +95,18 @@ class BlockWorker(DrafterWorker):
         hidden = hidden[:, first : first + longest]
         drafts = self.choose(hidden, anchors, self.sampler.rows(drafting.chunks))
         if drafts.confidences is not None:
-            made = zip(drafting.reqs, drafts.confidences.tolist(), drafting.counts, strict=True)
-            for req, values, count in made:
-                self.planner.expect(req.rid, values[:count])
+            made = zip(drafting.chunks, drafts.confidences, drafting.counts, strict=True)
+            for chunk, values, count in made:
+                self.planner.expect(chunk.req.rid, values[:count])
         lengths = self.lengths(drafting.counts, drafts, drafting.other_rows)
         return draft_of_chains(drafting.batch, drafting.places, lengths, drafts)
 
     def extend_rows(self, fresh: FreshRows) -> None:
-        positions = fresh.positions
-        slots, _ = self.cache.slots(fresh.reqs, fresh.row_to_req, positions)
+        placed = self.cache.place(fresh.reqs, fresh.firsts, fresh.lengths)
         self.drafter.inject(
             fresh.source,
-            torch.from_numpy(positions.astype(np.int32)),
-            torch.from_numpy(slots),
+            torch.from_numpy(placed.positions),
+            torch.from_numpy(placed.slots),
             self.draft_kv,
         )
 
@@ -115,16 +116,15 @@ class BlockWorker(DrafterWorker):
 
     def _block_rows(self, chunks: list[ReqChunk], size: int) -> AttentionRows:
         """A block per chunk: `size` positions from the anchor's on, each seeing all of them."""
-        starts = np.array([chunk.start for chunk in chunks])
-        positions = (starts[:, None] + np.arange(size)).reshape(-1)
-        row_to_req = np.repeat(np.arange(len(chunks)), size)
-        slots, page_table = self.cache.slots([c.req for c in chunks], row_to_req, positions)
+        starts = [chunk.start for chunk in chunks]
+        placed = self.cache.place([chunk.req for chunk in chunks], starts, [size] * len(chunks))
+        ends = [start + size for start in starts for _ in range(size)]
         return AttentionRows(
-            positions=torch.from_numpy(positions.astype(np.int32)),
-            row_to_req=torch.from_numpy(row_to_req.astype(np.int32)),
-            out_slots=torch.from_numpy(slots),
-            page_table=torch.from_numpy(page_table),
-            kv_lens=torch.from_numpy(np.repeat(starts + size, size).astype(np.int32)),
+            positions=torch.from_numpy(placed.positions),
+            row_to_req=torch.from_numpy(placed.row_to_req),
+            out_slots=torch.from_numpy(placed.slots),
+            page_table=torch.from_numpy(placed.page_table),
+            kv_lens=torch.from_numpy(np.array(ends, np.int32)),
         )
 
 

@@ -6,13 +6,13 @@ Knows tensors of drafts, not where they come from.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
 from truespec.batch import Batch, ReqChunk
-from truespec.kernels.draft_chain import Transition
+from truespec.kernels.draft_chain import Confidence, Transition
 from truespec.kernels.noise import DOMAIN_DRAFT
 from truespec.layers.sampler import (
     SamplingRows,
@@ -23,21 +23,23 @@ from truespec.layers.sampler import (
 from truespec.speculative.base import chain_draft
 from truespec.speculative.contract import Draft
 
+T = TypeVar("T")
+
 
 @dataclass(frozen=True, slots=True)
 class ChainDrafts:
     """k drafts for each of n requests.
 
     Attributes:
-        token_ids: [n, k] int64 target ids.
-        logprobs: [n, k] fp32 the drafter's own.
-        confidences: [n, k] fp32 conditional acceptance, or `None`.
+        token_ids: [n][k] target ids.
+        logprobs: [n][k] the drafter's own.
+        confidences: [n][k] conditional acceptance, or `None`.
         logits: [n, k, V] fp32 draft logits over the target's vocabulary, rejection mode only.
     """
 
-    token_ids: Tensor
-    logprobs: Tensor
-    confidences: Tensor | None = None
+    token_ids: list[list[int]]
+    logprobs: list[list[float]]
+    confidences: list[list[float]] | None = None
     logits: Tensor | None = None
 
 
@@ -82,15 +84,21 @@ class DraftSampler:
         return DraftStep(token_ids, logprobs, self._over_target(logits))
 
     def choose_chains(
-        self, logits: Tensor, rows: SamplingRows, transition: Transition, previous: Tensor
+        self,
+        logits: Tensor,
+        rows: SamplingRows,
+        transition: Transition,
+        previous: Tensor,
+        confidence: Confidence | None,
     ) -> ChainDrafts:
         """k drafts per row of [n, k, DV] fp32 draft logits, each biased by the one before.
 
         Args:
             logits: contiguous, modified.
             previous: [n] int64 target ids before the first drafts.
+            confidence: what tells how sure they are, if anything does.
         """
-        token_ids, logprobs = sample_draft_chains(
+        chains = sample_draft_chains(
             logits,
             previous,
             transition,
@@ -99,8 +107,14 @@ class DraftSampler:
             position=rows.position,
             target_ids=self.target_ids,
             domain=self._domain,
+            confidence=confidence,
         )
-        return ChainDrafts(token_ids, logprobs, logits=self._over_target(logits))
+        return ChainDrafts(
+            chains.token_ids.tolist(),
+            chains.logprobs.tolist(),
+            None if chains.confidences is None else chains.confidences.tolist(),
+            self._over_target(logits),
+        )
 
     @property
     def _domain(self) -> int:
@@ -119,8 +133,8 @@ def stack_steps(steps: list[DraftStep]) -> ChainDrafts:
     """k steps of n drafts, in order."""
     logits = [step.logits for step in steps if step.logits is not None]
     return ChainDrafts(
-        token_ids=torch.stack([step.token_ids for step in steps], dim=1),
-        logprobs=torch.stack([step.logprobs for step in steps], dim=1),
+        token_ids=torch.stack([step.token_ids for step in steps], dim=1).tolist(),
+        logprobs=torch.stack([step.logprobs for step in steps], dim=1).tolist(),
         logits=torch.stack(logits, dim=1) if logits else None,
     )
 
@@ -135,26 +149,24 @@ def draft_of_chains(
         lengths: drafts to keep of each of these, 0..k.
         drafts: of these chunks, in order.
     """
-    ids: list[list[int]] = [[] for chunk in batch.chunks if chunk.samples]
-    logprobs: list[list[float]] = [[] for _ in ids]
-    made = zip(drafts.token_ids.tolist(), drafts.logprobs.tolist(), strict=True)
-    for place, length, (own, values) in zip(active, lengths, made, strict=True):
-        ids[place], logprobs[place] = own[:length], values[:length]
-    draft = chain_draft(batch, ids, logprobs)
-    if drafts.confidences is None and drafts.logits is None:
-        return draft
-    kept = [(i, j, place) for i, place in enumerate(active) for j in range(lengths[i])]
-    blocks, steps, places = torch.tensor(kept, dtype=torch.int64).view(-1, 3).unbind(1)
-    rows = draft.cu_rows[places] + 1 + steps
+    num_chunks = sum(chunk.samples for chunk in batch.chunks)
 
-    def flat(values: Tensor, at_roots: float) -> Tensor:
-        table = values.new_full((len(draft.token_ids), *values.shape[2:]), at_roots)
-        table[rows] = values[blocks, steps]
-        return table
+    def spread(values: list[list[T]]) -> list[list[T]]:
+        kept: list[list[T]] = [[] for _ in range(num_chunks)]
+        for place, length, own in zip(active, lengths, values, strict=True):
+            kept[place] = own[:length]
+        return kept
 
-    confidences, logits = drafts.confidences, drafts.logits
-    return replace(
-        draft,
-        confidences=None if confidences is None else flat(confidences, 1.0),
-        logits=None if logits is None else flat(logits, 0.0),
+    draft = chain_draft(
+        batch,
+        spread(drafts.token_ids),
+        spread(drafts.logprobs),
+        None if drafts.confidences is None else spread(drafts.confidences),
     )
+    if drafts.logits is None:
+        return draft
+    wide = drafts.logits.new_zeros(len(draft.token_ids), drafts.logits.shape[2])
+    firsts = draft.cu_rows.tolist()
+    for place, length, own in zip(active, lengths, drafts.logits, strict=True):
+        wide[firsts[place] + 1 : firsts[place] + 1 + length] = own[:length]
+    return replace(draft, logits=wide)

@@ -7,15 +7,15 @@ drafted for or its pages are shared, so that steps without drafts cost what plai
 from __future__ import annotations
 
 from abc import abstractmethod
+from itertools import accumulate
 from typing import NamedTuple
 
-import numpy as np
-import torch
 from torch import Tensor
 
 from truespec.batch import Batch, ReqChunk
 from truespec.config import EngineConfig, draft_quantization
 from truespec.core import Req
+from truespec.engine.rows import take_rows
 from truespec.kernels.api import KVBuffers
 from truespec.models.llama import CausalLM
 from truespec.speculative.backlog import Backlog, FreshRows
@@ -96,9 +96,7 @@ class DrafterWorker(SpecWorker):
         """Hold the rows of decoding requests and extend by all others, but by none after a gap."""
         chunks = state.batch.chunks
         self._keep_or_drop([c.req for c in chunks if self.backlog.size(c.req) >= MAX_HELD])
-        counts = [1] * len(chunks)
-        if len(state.committed.rows) > len(chunks):
-            counts = torch.bincount(state.committed.row_to_req, minlength=len(chunks)).tolist()
+        counts = state.committed.counts
         late, now = [], []
         for index, chunk in enumerate(chunks):
             if self.backlog.has_gap(chunk.req):
@@ -108,9 +106,9 @@ class DrafterWorker(SpecWorker):
             else:
                 now.append(index)
         if late:
-            self._hold(state, late, counts)
+            self._hold(state, late)
         if now:
-            self._extend_now(state, now, counts)
+            self._extend_now(state, now)
 
     def settle(self, req: Req) -> None:
         self._keep_or_drop([req])
@@ -133,34 +131,35 @@ class DrafterWorker(SpecWorker):
             for req in reqs:
                 self.backlog.drop(req)
 
-    def _hold(self, state: StepState, late: list[int], counts: list[int]) -> None:
-        source, row = self._read(state, late, counts), 0
+    def _hold(self, state: StepState, late: list[int]) -> None:
+        source, row = self._read(state, late), 0
         for index in late:
-            chunk = state.batch.chunks[index]
-            self.backlog.hold(chunk.req, chunk.start, source, row, counts[index])
-            row += counts[index]
+            chunk, count = state.batch.chunks[index], state.committed.counts[index]
+            self.backlog.hold(chunk.req, chunk.start, source, row, count)
+            row += count
 
-    def _extend_now(self, state: StepState, now: list[int], counts: list[int]) -> None:
+    def _extend_now(self, state: StepState, now: list[int]) -> None:
         chunks = [state.batch.chunks[index] for index in now]
         fresh = FreshRows(
             [chunk.req for chunk in chunks],
-            np.array([chunk.start for chunk in chunks]),
-            np.array([counts[index] for index in now]),
-            self._read(state, now, counts),
+            [chunk.start for chunk in chunks],
+            [state.committed.counts[index] for index in now],
+            self._read(state, now),
             [_emitted(state, index) for index in now],
         )
         self.backlog.fill(fresh)
         self.extend_rows(fresh)
 
-    def _read(self, state: StepState, chosen: list[int], counts: list[int]) -> Tensor:
+    def _read(self, state: StepState, chosen: list[int]) -> Tensor:
         """What the drafter reads of the target at the committed rows of some chunks."""
         source = state.output.features if self.capture else state.output.hidden
         assert source is not None, "the target's layers are captured"
-        if sum(counts[index] for index in chosen) == len(source):
-            return source
-        is_chosen = torch.zeros(len(counts), dtype=torch.bool)
-        is_chosen[chosen] = True
-        return source[state.committed.rows[is_chosen[state.committed.row_to_req]]]
+        committed = state.committed
+        ends = list(accumulate(committed.counts))
+        rows: list[int] = []
+        for index in chosen:
+            rows += committed.rows[ends[index] - committed.counts[index] : ends[index]]
+        return take_rows(source, rows)
 
 
 def _emitted(state: StepState, index: int) -> list[int]:

@@ -7,6 +7,7 @@ is what keeps acceptance high at T > 0.
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import takewhile
 from pathlib import Path
 
 import torch
@@ -47,45 +48,47 @@ class DSparkWorker(BlockWorker):
         return drafter
 
     def choose(self, hidden: Tensor, anchors: Tensor, rows: SamplingRows) -> ChainDrafts:
-        markov = self.drafter.markov
+        markov, confidence = self.drafter.markov, self.drafter.confidence
+        hidden = hidden.contiguous()
         base = self.drafter.head(hidden.flatten(0, 1)).view(*hidden.shape[:2], -1)
         if isinstance(markov, VanillaMarkov) and markov.transition is not None:
-            drafts = self.sampler.choose_chains(base, rows, markov.transition, anchors)
-        else:
-            drafts = self._choose_in_turn(base, hidden, anchors, rows)
-        previous = torch.cat([anchors.unsqueeze(1), drafts.token_ids[:, :-1]], dim=1)
-        return replace(drafts, confidences=self._confidences(hidden, previous))
+            sure = None if confidence is None else confidence.in_chain(hidden)
+            return self.sampler.choose_chains(base, rows, markov.transition, anchors, sure)
+        return self._choose_in_turn(base, hidden, anchors, rows)
 
     def _choose_in_turn(
         self, base: Tensor, hidden: Tensor, anchors: Tensor, rows: SamplingRows
     ) -> ChainDrafts:
         """Step by step, whatever the kind of transition; `base` [n, k, DV] are its logits."""
-        markov = self.drafter.markov
+        markov, confidence = self.drafter.markov, self.drafter.confidence
         state = markov.initial_state(len(anchors)) if markov is not None else None
-        previous, steps = anchors, []
+        previous, steps, embedded = anchors, [], []
         for step in range(hidden.shape[1]):
             logits = base[:, step]
             if markov is not None:
-                bias, state = markov.bias(markov.embed(previous), hidden[:, step], state)
+                embedded.append(markov.embed(previous))
+                bias, state = markov.bias(embedded[-1], hidden[:, step], state)
                 logits = logits + bias
             steps.append(self.sampler.choose(logits, rows, step))
             previous = steps[-1].token_ids
-        return stack_steps(steps)
-
-    def _confidences(self, hidden: Tensor, previous: Tensor) -> Tensor | None:
-        """[n, k], of drafts behind `previous` [n, k] target ids."""
-        if self.drafter.confidence is None:
-            return None
-        markov = self.drafter.markov
-        return self.drafter.confidence(hidden, None if markov is None else markov.embed(previous))
+        drafts = stack_steps(steps)
+        if confidence is None:
+            return drafts
+        seen = torch.stack(embedded, dim=1) if embedded else None
+        return replace(drafts, confidences=confidence(hidden, seen).tolist())
 
     def lengths(self, counts: list[int], drafts: ChainDrafts, other_rows: int) -> list[int]:
         """Also cut each block at the first confidence below the threshold.
 
         A draft's confidence does not depend on its own token, so this is lawful in every mode.
         """
+        threshold = self.config.speculative_dspark_confidence_threshold
         if drafts.confidences is not None:
-            sure = drafts.confidences >= self.config.speculative_dspark_confidence_threshold
-            prefixes = sure.to(torch.int64).cumprod(1).sum(1).tolist()
-            counts = [min(count, prefix) for count, prefix in zip(counts, prefixes, strict=True)]
+            made = zip(drafts.confidences, counts, strict=True)
+            counts = [_num_sure(values[:count], threshold) for values, count in made]
         return super().lengths(counts, drafts, other_rows)
+
+
+def _num_sure(confidences: list[float], threshold: float) -> int:
+    """Drafts before the first that is not sure enough."""
+    return sum(1 for _ in takewhile(lambda value: value >= threshold, confidences))

@@ -95,26 +95,31 @@ class EagleBase(DrafterWorker):
             hidden: [n, H] of the fresh rows.
         """
         parts, starts, tokens = [], [], []
-        own_rows = torch.split(hidden, fresh.lengths.tolist())
-        firsts = fresh.firsts.tolist()
-        for req, first, own, ids in zip(fresh.reqs, firsts, own_rows, fresh.emitted, strict=True):
+        own_rows = torch.split(hidden, fresh.lengths)
+        made = zip(fresh.reqs, fresh.firsts, own_rows, fresh.emitted, strict=True)
+        for req, first, own, ids in made:
             before = self._before(req, first, num_before)
             parts += [before, own] if before is not None else [own]
             starts.append(first - (0 if before is None else len(before)))
             tokens.append(known_from(req, starts[-1]) + ids)
-        lengths = fresh.firsts - np.array(starts) + fresh.lengths
+        lengths = np.array(fresh.firsts) - np.array(starts) + np.array(fresh.lengths)
         return make_window(fresh.reqs, np.array(starts), lengths, torch.cat(parts), tokens)
 
-    def causal_rows(self, reqs: list[Req], row_to_req: Ints, positions: Ints) -> AttentionRows:
-        """Rows at their own positions, each seeing all before it."""
-        slots, page_table = self.cache.slots(reqs, row_to_req, positions)
+    def causal_rows(self, reqs: list[Req], firsts: list[int], counts: list[int]) -> AttentionRows:
+        """`counts[i]` rows of each request from position `firsts[i]` on, seeing all before them."""
+        placed = self.cache.place(reqs, firsts, counts)
         return AttentionRows(
-            positions=torch.from_numpy(positions.astype(np.int32)),
-            row_to_req=torch.from_numpy(row_to_req.astype(np.int32)),
-            out_slots=torch.from_numpy(slots),
-            page_table=torch.from_numpy(page_table),
-            kv_lens=torch.from_numpy((positions + 1).astype(np.int32)),
+            positions=torch.from_numpy(placed.positions),
+            row_to_req=torch.from_numpy(placed.row_to_req),
+            out_slots=torch.from_numpy(placed.slots),
+            page_table=torch.from_numpy(placed.page_table),
+            kv_lens=torch.from_numpy(placed.positions + 1),
         )
+
+    def window_rows(self, window: Window, rows: Ints) -> AttentionRows:
+        """The first rows of each request of a window: `rows` of `known`."""
+        counts = np.bincount(window.row_to_req[rows], minlength=len(window.reqs))
+        return self.causal_rows(window.reqs, window.firsts.tolist(), counts.tolist())
 
     def _before(self, req: Req, end: int, count: int) -> Tensor | None:
         """Carried states that end where the fresh rows begin; none right after a prefix hit."""

@@ -6,7 +6,7 @@ token i + 1; the state after the last known position is carried to the next step
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -95,7 +95,7 @@ class EagleWorker(EagleBase):
     def extend_rows(self, fresh: FreshRows) -> None:
         window = self.window(fresh, read(self.drafter, fresh), num_before=0)
         rows = window.known(1)
-        placed = self.causal_rows(window.reqs, window.row_to_req[rows], window.positions[rows])
+        placed = self.window_rows(window, rows)
         carried = self.drafter.forward(
             window.hidden[torch.from_numpy(rows)], window.token_ids(rows, 1), placed, self.draft_kv
         )
@@ -109,11 +109,11 @@ class EagleWorker(EagleBase):
 
     def _draft_chains(self, drafting: Drafting, states: Tensor) -> Draft:
         values = self.sampler.rows(drafting.chunks)
-        positions = np.array([chunk.start for chunk in drafting.chunks])
-        one_each = np.arange(len(positions))
+        roots = [chunk.start for chunk in drafting.chunks]
         steps = [self.sampler.choose(self.drafter.logits(states), values)]
         for step in range(1, max(drafting.counts)):
-            rows = self.causal_rows(drafting.reqs, one_each, positions + step - 1)
+            firsts = [root + step - 1 for root in roots]
+            rows = self.causal_rows(drafting.reqs, firsts, [1] * len(firsts))
             states = self.drafter.forward(states, steps[-1].token_ids, rows, self.draft_kv)
             steps.append(self.sampler.choose(self.drafter.logits(states), values, step))
         return draft_of_chains(drafting.batch, drafting.places, drafting.counts, stack_steps(steps))
@@ -133,7 +133,7 @@ class EagleWorker(EagleBase):
                 states = states.flatten(0, 1)
             token_ids = frontier.token_ids.flatten()
             states = self.drafter.forward(states, token_ids, rows, self.draft_kv)
-            at = replace(values, position=values.position + level)
+            at = values._replace(position=values.position + level)
             ids, scores, logprobs = (part.view(n, k, k) for part in self._children(states, at))
             frontier = pool.grow(frontier, ids, scores, logprobs)
         return pool
@@ -167,18 +167,16 @@ class EagleWorker(EagleBase):
         Returns the slots [n, k, level] of this level, and its rows.
         """
         k, n = self.shape.top_k, len(drafting.chunks)
-        starts = np.array([chunk.start for chunk in drafting.chunks])
-        row_to_req = np.repeat(np.arange(n), k)
-        linear = (starts[:, None] + (level - 1) * k + np.arange(k)).reshape(-1)
-        own, page_table = self.cache.slots(drafting.reqs, row_to_req, linear)
+        roots = [chunk.start for chunk in drafting.chunks]
+        own = self.cache.place(drafting.reqs, [root + (level - 1) * k for root in roots], [k] * n)
         ancestors = np.take_along_axis(slots, parents[:, :, None], axis=1)
-        slots = np.concatenate([ancestors, own.reshape(n, k, 1)], axis=2)
-        first = np.repeat(starts, k).astype(np.int32)
+        slots = np.concatenate([ancestors, own.slots.reshape(n, k, 1)], axis=2)
+        first = np.repeat(np.array(roots, np.int32), k)
         return slots, AttentionRows(
             positions=torch.from_numpy(first + np.int32(level - 1)),
-            row_to_req=torch.from_numpy(row_to_req.astype(np.int32)),
-            out_slots=torch.from_numpy(own),
-            page_table=torch.from_numpy(page_table),
+            row_to_req=torch.from_numpy(own.row_to_req),
+            out_slots=torch.from_numpy(own.slots),
+            page_table=torch.from_numpy(own.page_table),
             kv_lens=torch.from_numpy(first + np.int32(level)),
             tail_starts=torch.from_numpy(first),
             tail_slots=torch.from_numpy(slots.reshape(n * k, level)),
@@ -253,7 +251,7 @@ def _repeated(rows: SamplingRows, count: int) -> SamplingRows:
         temperature=rows.temperature.repeat_interleave(count),
         top_k=rows.top_k.repeat_interleave(count),
         top_p=rows.top_p.repeat_interleave(count),
-        min_p=rows.min_p.repeat_interleave(count),
+        log_min_p=rows.log_min_p.repeat_interleave(count),
         seed=rows.seed.repeat_interleave(count),
         position=rows.position.repeat_interleave(count),
     )

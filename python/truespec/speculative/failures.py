@@ -26,10 +26,9 @@ def failures(
             position it computed is among that row's keys, so none of them is bad if it is not.
     """
     has_failed = verdict.failed.tolist()
-    lasts = rows.first_rows[1:].tolist()
     problems: list[str | None] = []
     sampling = 0
-    for chunk, last in zip(batch.chunks, lasts, strict=True):
+    for chunk, last in zip(batch.chunks, rows.first_rows[1:], strict=True):
         if not chunk.samples:
             is_bad = not bool(hidden[last - 1].isfinite().all())
             problems.append(NOT_A_NUMBER if is_bad else None)

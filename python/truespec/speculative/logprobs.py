@@ -53,7 +53,7 @@ def prompt_logprobs(
     Every scored row enters the helper as a request of its own with one token.
     """
     tables: list[list[LogprobTable]] = []
-    for chunk, first in zip(batch.chunks, rows.first_rows.tolist(), strict=False):
+    for chunk, first in zip(batch.chunks, rows.first_rows, strict=False):
         begin, end = scored_entries(chunk)
         blocks = []
         for start in range(begin, end, HEAD_ROWS):

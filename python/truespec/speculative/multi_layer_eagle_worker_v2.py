@@ -68,7 +68,7 @@ class MultiLayerEagleWorker(EagleBase):
         window = self._carried_window(drafting)
         everything = np.arange(len(window.positions))
         lasts = torch.tensor(list(window.last_rows(everything).values()))
-        rows = self.causal_rows(window.reqs, window.row_to_req, window.positions)
+        rows = self.window_rows(window, everything)
         hidden, steps = window.hidden, []
         for step, head in enumerate(self.heads[: max(drafting.counts)]):
             token_ids = window.token_ids(everything, 1 + step)
@@ -85,7 +85,7 @@ class MultiLayerEagleWorker(EagleBase):
         hidden = window.hidden
         for step, head in enumerate(self.heads):
             rows = window.known(1 + step)
-            placed = self.causal_rows(window.reqs, window.row_to_req[rows], window.positions[rows])
+            placed = self.window_rows(window, rows)
             index = torch.from_numpy(rows)
             out = head.forward(
                 hidden[index], window.token_ids(rows, 1 + step), placed, self._head_kv(step)

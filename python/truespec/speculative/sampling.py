@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from itertools import pairwise
+from typing import NamedTuple
 
-import numpy as np
-import torch
 from torch import Tensor
 
 from truespec.batch import Batch
@@ -17,8 +16,7 @@ from truespec.layers.sampler import SampledRows, SamplingRows, sample, sampling_
 from truespec.speculative.contract import Draft
 
 
-@dataclass(frozen=True, slots=True)
-class ProcessedStep:
+class ProcessedStep(NamedTuple):
     """What the sampler made of a step's rows, kept for the logprobs of the processed modes.
 
     Attributes:
@@ -47,20 +45,21 @@ def process_step(
         masks: per draft row what its grammar allows, see `RowEdits.bitmask`.
     """
     reqs = [chunk.req for chunk in batch.chunks if chunk.samples]
-    positions = rows.forward.positions[torch.from_numpy(rows.sample_rows)] + 1
-    counts = np.diff(draft.cu_rows.numpy()).tolist()
-    values = sampling_rows([req.params for req in reqs], counts, positions)
-    edits = [edit for i, req in enumerate(reqs) for edit in _edits(req, draft, i, masks)]
+    ranges = list(pairwise(draft.cu_rows.tolist()))
+    counts = [end - begin for begin, end in ranges]
+    values = sampling_rows([req.params for req in reqs], counts, rows.next_positions)
+    edits: list[RowEdits | None] = []
+    for req, (begin, end) in zip(reqs, ranges, strict=True):
+        edits += _edits(req, draft, begin, end, masks)
     logits = edit_logits(raw_logits, edits, vocab_size)
     return ProcessedStep(logits, values, sample(logits, values, vocab_size))
 
 
 def _edits(
-    req: Req, draft: Draft, index: int, masks: Sequence[Tensor | None]
+    req: Req, draft: Draft, first: int, end: int, masks: Sequence[Tensor | None]
 ) -> list[RowEdits | None]:
     """Edits of a request's rows: each row follows the drafts on its own path from the root."""
-    first, end = draft.cu_rows[index : index + 2].tolist()
-    shared = request_edits(req.params, req.prompt_ids, req.output_ids, sorted(req.stop_ids))
+    shared = request_edits(req.params, req.prompt_ids, req.output_ids, req.stop_ids)
     if shared is None:
         return [None] * (end - first)
     ids, parents = draft.token_ids[first:end].tolist(), draft.parents[first:end].tolist()

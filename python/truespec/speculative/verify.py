@@ -5,6 +5,8 @@ Knows drafts and sampled rows, for chains and trees alike; knows no model, draft
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 from truespec.kernels.paths import follow_paths
 from truespec.layers.sampler import SampledRows
 
@@ -28,7 +30,8 @@ def verify(draft: Draft, sampled: SampledRows, *, max_rows: int | None = None) -
         f"{tuple(sampled.token_ids.shape)} sampled rows for {num_rows} draft rows"
     )
     if max_rows is None:
-        max_rows = int(draft.cu_rows.diff().max())
+        ranges = pairwise(draft.cu_rows.tolist())
+        max_rows = max((end - begin for begin, end in ranges), default=1)
     return Verdict(
         *follow_paths(
             draft.token_ids,

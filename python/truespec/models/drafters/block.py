@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from truespec.kernels.api import AttentionRows, DecoderStack, KernelSet, KVBuffers, PackedLinear
-from truespec.kernels.draft_chain import Transition
+from truespec.kernels.draft_chain import Transition, tiled
 from truespec.models.drafters.block_config import MARKOV_W1, BlockConfig, block_config
 from truespec.models.drafters.checkpoint import DrafterCheckpoint, read_fields, target_ids
 from truespec.models.drafters.heads import (
@@ -176,7 +176,7 @@ def _markov(
     w2 = checkpoint.stored("markov_head.markov_w2.weight", (num_draft_ids, rank))
     if config.markov_type == "vanilla":
         is_small = num_draft_ids * rank <= MAX_TRANSITION and w2.data.dtype == torch.bfloat16
-        transition = Transition(w1.float(), w2.data.T.contiguous()) if is_small else None
+        transition = Transition(w1.float(), tiled(w2.data)) if is_small else None
         return VanillaMarkov(w1, kernels.linear(w2), transition)
     gated = config.markov_type == "gated"
     name, size = ("gate_proj", rank) if gated else ("joint_proj", 3 * rank)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from truespec.kernels.api import PackedLinear
-from truespec.kernels.draft_chain import Transition
+from truespec.kernels.draft_chain import Confidence, Transition
 
 
 class MarkovHead(ABC):
@@ -115,3 +115,7 @@ class ConfidenceHead:
         z = torch.cat([hidden, embedded], dim=-1) if wide and embedded is not None else hidden
         logits = z @ self._weight + self._bias
         return torch.sigmoid(logits / self._temperatures[: z.shape[1]])
+
+    def in_chain(self, hidden: Tensor) -> Confidence:
+        """The same for `choose_chains`, which finds the tokens before by itself."""
+        return Confidence(self._weight, self._bias, self._temperatures, hidden)
