@@ -47,7 +47,7 @@ class ForwardBatch:
         positions: [num_rows] int32 absolute positions.
         row_to_req: [num_rows] int32 index into `page_table`.
         out_slots: [num_rows] int64 pool slot (page * page_size + offset) for each row's K/V.
-        page_table: [bs, max_pages] int32.
+        page_table: [rows of requests, max_pages] int32.
         kv_lens: [num_rows] int32 keys visited; position + 1 for causal rows.
         tail_starts: [num_rows] int32, or `None` when no row has a tail.
         tail_slots: [num_rows, max_tail] int64 slots of positions tail_starts, tail_starts + 1, ...

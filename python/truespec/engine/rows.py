@@ -74,7 +74,7 @@ def prepare_rows(
         positions=torch.from_numpy(placed.positions),
         row_to_req=torch.from_numpy(placed.row_to_req),
         out_slots=torch.from_numpy(placed.slots),
-        page_table=torch.from_numpy(placed.page_table),
+        page_table=cache.shared_table,
         kv_lens=torch.from_numpy(placed.positions + 1),
         tail_starts=None if tails is None else torch.from_numpy(tails[0]),
         tail_slots=None if tails is None else torch.from_numpy(tails[1]),

@@ -22,7 +22,7 @@ from .sampling_draft import choose_drafts, int32_ids
 TILE = 256  # columns of W2, and of a row of logits, that stay in the nearest cache
 
 _NOTHING = np.empty(0, np.float32)
-_NOT_ASKED = (_NOTHING, _NOTHING, _NOTHING, _NOTHING.reshape(0, 0, 0))
+_NOT_ASKED = (_NOTHING, _NOTHING, _NOTHING, np.empty((0, 0, 0), np.float32))
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,10 +98,11 @@ def choose_chains(
         confidence: `None` leaves the confidences out.
     """
     assert logits.is_contiguous(), logits.stride()
-    num_rows, num_steps, vocab_size = logits.shape
-    token_ids = torch.empty(num_rows, num_steps, dtype=torch.int64, device=logits.device)
-    logprobs, confidences = torch.empty(2, num_rows, num_steps, device=logits.device)
-    if use_numba(logits.device):
+    shape, vocab_size, device = logits.shape[:2], logits.shape[2], logits.device
+    token_ids = torch.empty(shape, dtype=torch.int64, device=device)
+    logprobs = torch.empty(shape, device=device)
+    confidences = torch.empty(shape, device=device)
+    if use_numba(device):
         _kernel()(
             logits.numpy(),
             transition.w1.numpy(),
@@ -110,11 +111,13 @@ def choose_chains(
             tuple([p.contiguous().numpy() for p in (previous, temperature, seed, position)]),
             domain,
             _NOT_ASKED if confidence is None else _arrays(confidence),
-            (token_ids.numpy(), logprobs.numpy(), confidences.numpy()),
+            token_ids.numpy(),
+            logprobs.numpy(),
+            confidences.numpy(),
         )
         return Chains(token_ids, logprobs, None if confidence is None else confidences)
     w2 = transition.w2.float().transpose(0, 1).flatten(1)[:, :vocab_size]
-    for step in range(num_steps):
+    for step in range(shape[1]):
         embedded = transition.w1[previous]
         if confidence is not None:
             confidences[:, step] = _confidences(confidence, step, embedded)

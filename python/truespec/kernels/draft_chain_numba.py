@@ -21,18 +21,19 @@ def _wide(bits):  # type: ignore[no-untyped-def]
 
 
 @kernel
-def chain_rows(logits, w1, w2, ids, keys, domain, confidence, out):  # type: ignore[no-untyped-def]
+def chain_rows(  # type: ignore[no-untyped-def]
+    logits, w1, w2, ids, keys, domain, confidence, token_ids, logprobs, confidences
+):
     """k drafts per row; see `draft_chain.choose_chains`.
 
     Args:
         w2: tiles, with the bits of bf16 as int16.
         keys: previous ids, temperature, seed, position, each [n].
         confidence: weight, bias, temperatures, hidden; an empty weight asks for none.
-        out: ids, logprobs, confidences, each [n, k].
+        token_ids, logprobs, confidences: [n, k], written; the last if they are asked.
     """
     num_rows, num_steps, vocab = logits.shape
     previous, temperature, seed, position = keys
-    token_ids, logprobs, confidences = out
     block_max = np.empty(num_blocks(vocab), np.int32)
     last = previous.copy()
     for step in range(num_steps):

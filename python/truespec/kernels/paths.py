@@ -30,7 +30,8 @@ def follow_paths(
 
     Args:
         draft_ids, parents, sampled_ids: [num_rows] int64; parents are lower rows, -1 at roots.
-        cu_rows: [bs + 1] int32, every request has rows. failed: [num_rows] bool.
+        cu_rows: [bs + 1] int32, every request has rows. failed: [num_rows] bool. All of them are
+            contiguous.
         max_rows: D, at least the most rows of a request.
 
     Returns:
@@ -39,12 +40,16 @@ def follow_paths(
     """
     if use_numba(draft_ids.device):
         batch_size = cu_rows.shape[0] - 1
-        packed = np.empty((2, batch_size, max_rows), np.int64)
-        counts, has_failed = np.empty(batch_size, np.int32), np.empty(batch_size, np.bool_)
+        out = (
+            np.empty((batch_size, max_rows), np.int64),
+            np.empty((batch_size, max_rows), np.int64),
+            np.empty(batch_size, np.int32),
+            np.empty(batch_size, np.bool_),
+        )
         args = (draft_ids, parents, cu_rows, sampled_ids, failed)
-        _kernel()(*(t.contiguous().numpy() for t in args), (packed, counts, has_failed))
-        ids, rows = torch.from_numpy(packed).unbind()
-        return ids, rows, torch.from_numpy(counts), torch.from_numpy(has_failed)
+        _kernel()(*[tensor.numpy() for tensor in args], out)
+        ids, rows, counts, has_failed = map(torch.from_numpy, out)
+        return ids, rows, counts, has_failed
     is_path = _is_path(draft_ids, parents, sampled_ids, max_rows)
     return pack_paths(cu_rows, is_path, sampled_ids, failed, max_rows)
 

@@ -7,10 +7,10 @@ from .jit import kernel
 
 @kernel
 def walk(draft_ids, parents, cu_rows, sampled_ids, failed, out):  # type: ignore[no-untyped-def]
-    """See `paths.follow_paths`. `out`: ids and rows [2, bs, D], counts, has failed."""
-    packed, num_tokens, has_failed = out
-    packed[:] = -1
-    ids, rows = packed[0], packed[1]
+    """See `paths.follow_paths`. `out`: ids and rows [bs, D], counts, has failed."""
+    ids, rows, num_tokens, has_failed = out
+    ids[:] = -1
+    rows[:] = -1
     for i in range(cu_rows.shape[0] - 1):
         row = cu_rows[i]
         end = cu_rows[i + 1]

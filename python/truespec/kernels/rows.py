@@ -45,7 +45,7 @@ def flat_fp32(logits: Tensor) -> tuple[NDArray[np.float32], int]:
     tensors are widened: pass few rows at a time.
     """
     if not is_direct(logits):
-        logits = logits.to(torch.float32)
+        logits = logits.to(torch.float32).contiguous()
     num_rows, num_columns = logits.shape
     if logits.is_contiguous():
         return logits.numpy().reshape(-1), num_columns

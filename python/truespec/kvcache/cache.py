@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
 from truespec.core import Req
@@ -16,14 +17,12 @@ class Placed(NamedTuple):
     """Rows in order, request by request, and where they lie in the pool.
 
     Attributes:
-        positions: [n]. row_to_req: [n] index into the requests. slots: [n] slot of each position.
-        page_table: [bs, pages up to the last position].
+        positions: [n]. row_to_req: [n] row of `KVCache.page_table`. slots: [n] of each position.
     """
 
     positions: NDArray[np.int32]
     row_to_req: NDArray[np.int32]
     slots: NDArray[np.int64]
-    page_table: NDArray[np.int32]
 
 
 class KVCache:
@@ -39,6 +38,7 @@ class KVCache:
 
     Attributes:
         page_table: [max_rows, max pages per request] int32, row = `Req.row`.
+        shared_table: the same memory for kernels, which read it only.
     """
 
     def __init__(
@@ -59,6 +59,7 @@ class KVCache:
         self.page_table: NDArray[np.int32] = np.zeros(
             (max_rows, -(-max_tokens // page_size)), dtype=np.int32
         )
+        self.shared_table = torch.from_numpy(self.page_table)
         self._free_rows = list(range(max_rows - 1, -1, -1))
         self._nodes: dict[int, Node] = {}
 
@@ -145,21 +146,18 @@ class KVCache:
         positions: list[int] = []
         row_to_req: list[int] = []
         slots: list[int] = []
-        num_pages = 1
-        for index, (req, first, count) in enumerate(zip(reqs, firsts, counts, strict=True)):
+        for req, first, count in zip(reqs, firsts, counts, strict=True):
             end = first + count
             positions += range(first, end)
-            row_to_req += [index] * count
+            row_to_req += [req.row] * count
             for page in range(first // self.page_size, self.pages_for(end) if count else 0):
                 begin, stop = page * self.page_size, (page + 1) * self.page_size
                 shift = req.pages[page] * self.page_size - begin
                 slots += range(max(first, begin) + shift, min(end, stop) + shift)
-                num_pages = max(num_pages, page + 1)
         return Placed(
             positions=np.array(positions, np.int32),
             row_to_req=np.array(row_to_req, np.int32),
             slots=np.array(slots, np.int64),
-            page_table=self.page_table[[req.row for req in reqs], :num_pages],
         )
 
     def flush(self) -> int:

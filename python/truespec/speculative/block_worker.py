@@ -123,7 +123,7 @@ class BlockWorker(DrafterWorker):
             positions=torch.from_numpy(placed.positions),
             row_to_req=torch.from_numpy(placed.row_to_req),
             out_slots=torch.from_numpy(placed.slots),
-            page_table=torch.from_numpy(placed.page_table),
+            page_table=self.cache.shared_table,
             kv_lens=torch.from_numpy(np.array(ends, np.int32)),
         )
 

@@ -176,7 +176,7 @@ class EagleWorker(EagleBase):
             positions=torch.from_numpy(first + np.int32(level - 1)),
             row_to_req=torch.from_numpy(own.row_to_req),
             out_slots=torch.from_numpy(own.slots),
-            page_table=torch.from_numpy(own.page_table),
+            page_table=self.cache.shared_table,
             kv_lens=torch.from_numpy(first + np.int32(level)),
             tail_starts=torch.from_numpy(first),
             tail_slots=torch.from_numpy(slots.reshape(n * k, level)),
