@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -84,6 +85,10 @@ def build_worker(
         phases[name] = round(time.perf_counter() - start, 3)
 
     with phase("kernels"):
+        compile_row_kernels()
+        # What is imported stays: a collection that visited it would stop a step for 0.1 seconds.
+        gc.collect()
+        gc.freeze()
         kernels = kernel_set(
             env.cpu_kernels(),
             device,
@@ -91,7 +96,6 @@ def build_worker(
             num_threads=config.num_threads or env.num_threads(),
             progress=lambda what: progress(f"compiling {what}", 0.0),
         )
-        compile_row_kernels()
     with phase("model"):
         target = load_model(config.model_path, kernels, dtype=config.dtype)
     if kernels.name == "torch" and device == "cpu":
