@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 import multiprocessing
 import signal
@@ -142,6 +143,9 @@ def _run(
 
     def on_ready(ready: EngineReady) -> None:
         service.on_ready(ready)
+        # What start-up made stays: a collection that visited it would hold up every stream.
+        gc.collect()
+        gc.freeze()
         sys.stdout.write(start_report(service, ready, time.monotonic() - begin))
         sys.stdout.flush()
 
