@@ -108,7 +108,7 @@ class AttentionRows:
     positions: Tensor  # [num_rows] int32
     row_to_req: Tensor  # [num_rows] int32
     out_slots: Tensor  # [num_rows] int64
-    page_table: Tensor  # [bs, max_pages] int32
+    page_table: Tensor  # [requests of the pool, max_pages] int32, a row per `row_to_req`
     kv_lens: Tensor  # [num_rows] int32
     tail_starts: Tensor | None = None  # [num_rows] int32
     tail_slots: Tensor | None = None  # [num_rows, max_tail] int64

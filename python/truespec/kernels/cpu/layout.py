@@ -16,7 +16,7 @@ INPUT_NORM, Q_NORM, K_NORM, POST_NORM = range(7 * LINEAR_FIELDS, 7 * LINEAR_FIEL
 LAYER_FIELDS = POST_NORM + 1
 
 # One step of a stack. Row strides are in floats, "bytes" fields in bytes.
-STEP_FIELDS = 79
+STEP_FIELDS = 80
 (
     # functions
     BARRIER, FETCH_ADD, RMS_NORM, ROTATE_HEAD, ADD_ROWS, SILU_MUL, TO_FIXED,
@@ -25,7 +25,7 @@ STEP_FIELDS = 79
     BARRIER_COUNTER, GIVE_WAY, UNIT_COUNTERS, GROUP_STARTS, NUM_GROUPS, GROUP_ROWS,
     # shape
     LAYERS, NUM_LAYERS, HIDDEN, HIDDEN_STRIDE, NUM_HEADS, NUM_KV_HEADS, HEAD_DIM,
-    EPS_BITS, SCALE_BITS, ONE_BITS, ROPE_COS, ROPE_SIN,
+    EPS_BITS, SCALE_BITS, ONE_BITS, ROPE_COS, ROPE_SIN, NUM_POSITIONS,
     # rows
     NUM_ROWS, POSITIONS, ROW_TO_REQ, OUT_SLOTS, KV_LENS, PAGE_TABLE, PAGE_TABLE_STRIDE,
     TAIL_STARTS, TAIL_SLOTS, TAIL_STRIDE,
@@ -43,6 +43,9 @@ STEP_FIELDS = 79
     # input of one weight; of context injection: features, their projection, its norm
     CONTEXT, CONTEXT_STRIDE, PROJECTION, CONTEXT_NORM,
 ) = range(STEP_FIELDS)  # fmt: skip
+
+# What `forward` and `write_context` return.
+DONE, BAD_POSITION, BAD_SLOT = range(3)
 
 # Attention scratch of a thread: offsets depend on the head size only.
 SPAN = 512  # keys per softmax span: fixed, since the rescaling between spans rounds

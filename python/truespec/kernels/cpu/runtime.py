@@ -54,7 +54,8 @@ class Runtime:
         self._attention: dict[KVType, dict[str, int]] = {}
         self.rows = self._compiler.load("rows", rows_module, list(ROW_FUNCTIONS))
         self.sync = self._compiler.load("sync", sync_module, list(SYNC_FUNCTIONS))
-        self._compiled = {name: self._entry(name) for name in ENTRIES}
+        self._compiled = [self._entry(name) for name in ENTRIES]  # keeps the code
+        self._entries = dict(zip(ENTRIES, map(_address, self._compiled), strict=True))
         self.give_way = _sched_yield()
         self.arena = Arena()
         self.pool = ThreadPool(self.sync, self._compiler, self.give_way, num_threads)
@@ -91,11 +92,14 @@ class Runtime:
             self._scratch = torch.empty(needed, dtype=torch.uint8)
         return -(-self._scratch.data_ptr() // 64) * 64, self._scratch_bytes
 
-    def run(self, entry: str, record: Tensor, work: int) -> None:
-        """Run an entry of step.py on as many threads as `work` multiply-adds are worth."""
-        address = self._compiled[entry].address
-        assert address is not None, entry
-        self.pool.run(address, record.data_ptr(), max(1, work // WORK_PER_THREAD))
+    def run(self, entry: str, record: Tensor, work: int) -> int:
+        """Run an entry of step.py on as many threads as `work` multiply-adds are worth.
+
+        Returns what it returns.
+        """
+        return self.pool.run(
+            self._entries[entry], record.data_ptr(), max(1, work // WORK_PER_THREAD)
+        )
 
     def _entry(self, name: str) -> CFunc:
         """Compile a function of step.py or load it from disk."""
@@ -110,6 +114,11 @@ class Runtime:
         finally:
             numba_config.CACHE_DIR = configured  # type: ignore[attr-defined]
         return compiled
+
+
+def _address(compiled: CFunc) -> int:
+    assert compiled.address is not None, compiled
+    return compiled.address
 
 
 def widening_bytes(padded_k: int) -> int:

@@ -68,8 +68,6 @@ class CpuStack(DecoderStack):
         if m == 0:
             return out, captured
         x = x.contiguous()
-        rows = _contiguous(rows)
-        self._check_reach(rows.positions, rows.out_slots, kv)
         self._fill_pool(kv)
         self._fill_rows(rows)
         first = self._fill_first_input(first_input)
@@ -80,7 +78,7 @@ class CpuStack(DecoderStack):
         f[at.CAPTURED] = 0 if captured is None else captured.data_ptr()
         f[at.CAPTURE_INDEX], f[at.CAPTURE_STRIDE] = columns.data_ptr(), len(capture) * hidden
         f[at.FINAL_NORM] = 0 if last_norm is None else last_norm.data_ptr()
-        self._run("forward", m)
+        self._run("forward", rows.positions, rows.out_slots)
         del first, last_norm  # NOTE: everything the record points at lives until here
         return out, captured
 
@@ -100,30 +98,25 @@ class CpuStack(DecoderStack):
             return
         features, norm = padded(features, PANEL), padded(norm.float(), PANEL)
         fixed = torch.empty_like(features)
-        positions, out_slots = positions.int().contiguous(), out_slots.long().contiguous()
-        self._check_reach(positions, out_slots, kv)
         self._fill_pool(kv)
         f = self._fields
         f[at.CONTEXT], f[at.CONTEXT_STRIDE] = features.data_ptr(), features.shape[1]
         f[at.CONTEXT_FIXED] = fixed.data_ptr()
         f[at.PROJECTION], f[at.CONTEXT_NORM] = projection.fields.data_ptr(), norm.data_ptr()
-        f[at.POSITIONS], f[at.OUT_SLOTS] = positions.data_ptr(), out_slots.data_ptr()
-        self._run("write_context", m)
+        self._run("write_context", positions, out_slots)
 
-    def _run(self, entry: str, num_rows: int) -> None:
-        """Point the record at big enough buffers and run."""
-        self._fields[at.NUM_ROWS] = num_rows
-        self._buffers.fill(self._fields, num_rows)
-        self._fields[at.SCRATCH], self._fields[at.SCRATCH_BYTES] = self._runtime.scratch()
-        self._runtime.run(entry, self._record, num_rows * self._work_per_row)
-
-    def _check_reach(self, positions: Tensor, out_slots: Tensor, kv: KVBuffers) -> None:
-        """Rotation and storage stay inside their tables: compiled code checks nothing."""
-        last, num_positions = positions.numpy().max(), self._cos.shape[0]
-        assert last < num_positions, f"position {last} of {num_positions} rope positions"
-        slots, num_slots = out_slots.numpy(), kv.k.shape[1] * kv.page_size
-        assert slots.max() < num_slots, f"slot {slots.max()} of {num_slots}"
-        assert slots.min() >= 0, "a row without a slot"
+    def _run(self, entry: str, positions: Tensor, out_slots: Tensor) -> None:
+        """Point the record at the rows and big enough buffers, and run."""
+        f, num_rows = self._fields, positions.shape[0]
+        f[at.NUM_ROWS] = num_rows
+        f[at.POSITIONS] = _address(positions, torch.int32)
+        f[at.OUT_SLOTS] = _address(out_slots, torch.int64)
+        self._buffers.fill(f, num_rows)
+        f[at.SCRATCH], f[at.SCRATCH_BYTES] = self._runtime.scratch()
+        problem = self._runtime.run(entry, self._record, num_rows * self._work_per_row)
+        last, most = int(positions.max()) if problem else 0, self._cos.shape[0]
+        assert problem != at.BAD_POSITION, f"position {last} of {most} rope positions"
+        assert problem != at.BAD_SLOT, f"slots {out_slots.tolist()} of {f[at.NUM_BLOCKS] * 16}"
 
     def _describe_layer(self, layer: LayerWeights) -> list[int]:
         """A layer's row of the table."""
@@ -170,6 +163,7 @@ class CpuStack(DecoderStack):
         f[at.EPS_BITS], f[at.ONE_BITS] = float_bits(s.rms_norm_eps), float_bits(1.0)
         f[at.SCALE_BITS] = float_bits(s.attention_scale)
         f[at.ROPE_COS], f[at.ROPE_SIN] = self._cos.data_ptr(), self._sin.data_ptr()
+        f[at.NUM_POSITIONS] = self._cos.shape[0]
 
     def _fill_pool(self, kv: KVBuffers) -> None:
         """The K/V pool of this step."""
@@ -182,16 +176,16 @@ class CpuStack(DecoderStack):
             self._pool = pool
 
     def _fill_rows(self, rows: AttentionRows) -> None:
-        """Positions, slots and lengths."""
+        """Whose rows they are, what they see and where it lies."""
         f = self._fields
-        f[at.POSITIONS], f[at.ROW_TO_REQ] = rows.positions.data_ptr(), rows.row_to_req.data_ptr()
-        f[at.OUT_SLOTS], f[at.KV_LENS] = rows.out_slots.data_ptr(), rows.kv_lens.data_ptr()
-        f[at.PAGE_TABLE] = rows.page_table.data_ptr()
+        f[at.ROW_TO_REQ] = _address(rows.row_to_req, torch.int32)
+        f[at.KV_LENS] = _address(rows.kv_lens, torch.int32)
+        f[at.PAGE_TABLE] = _address(rows.page_table, torch.int32)
         f[at.PAGE_TABLE_STRIDE] = rows.page_table.shape[1]
         f[at.TAIL_STARTS] = f[at.TAIL_SLOTS] = f[at.TAIL_STRIDE] = 0
         if rows.tail_starts is not None and rows.tail_slots is not None:
-            f[at.TAIL_STARTS] = rows.tail_starts.data_ptr()
-            f[at.TAIL_SLOTS] = rows.tail_slots.data_ptr()
+            f[at.TAIL_STARTS] = _address(rows.tail_starts, torch.int32)
+            f[at.TAIL_SLOTS] = _address(rows.tail_slots, torch.int64)
             f[at.TAIL_STRIDE] = rows.tail_slots.shape[1]
 
     def _fill_first_input(self, first_input: Tensor | None) -> tuple[Tensor, Tensor] | None:
@@ -227,22 +221,11 @@ def _check_shape(shape: StackShape) -> None:
         raise ValueError(f"{shape.num_heads} heads cannot share {shape.num_kv_heads} KV heads")
 
 
-def _contiguous(rows: AttentionRows) -> AttentionRows:
-    """Rows as compiled code reads them: contiguous, of the documented types."""
-
-    def as_type(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-        return (tensor if tensor.dtype == dtype else tensor.to(dtype)).contiguous()
-
-    starts, slots = rows.tail_starts, rows.tail_slots
-    return AttentionRows(
-        positions=as_type(rows.positions, torch.int32),
-        row_to_req=as_type(rows.row_to_req, torch.int32),
-        out_slots=as_type(rows.out_slots, torch.int64),
-        page_table=as_type(rows.page_table, torch.int32),
-        kv_lens=as_type(rows.kv_lens, torch.int32),
-        tail_starts=None if starts is None else as_type(starts, torch.int32),
-        tail_slots=None if slots is None else as_type(slots, torch.int64),
-    )
+def _address(tensor: Tensor, dtype: torch.dtype) -> int:
+    """Of a tensor as compiled code reads it."""
+    assert tensor.dtype == dtype, (tensor.dtype, dtype)
+    assert tensor.is_contiguous(), tensor.stride()
+    return tensor.data_ptr()
 
 
 def _work(layer: LayerWeights) -> int:

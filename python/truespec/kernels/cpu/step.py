@@ -13,6 +13,8 @@ from .layout import (
     ATTENDED,
     ATTENDED_FIXED,
     ATTENDED_STRIDE,
+    BAD_POSITION,
+    BAD_SLOT,
     CAPTURE_INDEX,
     CAPTURE_STRIDE,
     CAPTURED,
@@ -20,6 +22,7 @@ from .layout import (
     CONTEXT_FIXED,
     CONTEXT_NORM,
     CONTEXT_STRIDE,
+    DONE,
     DOWN,
     EPS_BITS,
     FINAL_NORM,
@@ -50,10 +53,12 @@ from .layout import (
     MOVE_VALUE,
     NORMED,
     NORMED_FIXED,
+    NUM_BLOCKS,
     NUM_GROUPS,
     NUM_HEADS,
     NUM_KV_HEADS,
     NUM_LAYERS,
+    NUM_POSITIONS,
     NUM_ROWS,
     ONE_BITS,
     OUT_SLOTS,
@@ -102,8 +107,11 @@ from .phases import (
 
 
 def forward(thread: int, num_threads: int, record: int) -> int:
-    """All layers for the rows of a step record."""
+    """All layers for the rows of a step record; if a row is out of reach, nothing but saying so."""
     r = int64s(record)
+    problem = out_of_reach(r)
+    if problem != DONE:  # every thread finds the same
+        return problem
     hidden, stride = r[HIDDEN], r[HIDDEN_STRIDE]
     if thread == 0:  # read after the first barrier
         r[NUM_GROUPS] = group_rows(r, num_threads)
@@ -122,12 +130,15 @@ def forward(thread: int, num_threads: int, record: int) -> int:
         result = r[NORMED]
         norm_rows(r, thread, num_threads, r[X], r[FINAL_NORM])
     copy_rows(r, thread, num_threads, result, stride, r[OUTPUT], hidden)
-    return 0
+    return DONE
 
 
 def write_context(thread: int, num_threads: int, record: int) -> int:
     """K and V of every layer from one shared input, the normed projection of CONTEXT."""
     r = int64s(record)
+    problem = out_of_reach(r)
+    if problem != DONE:
+        return problem
     barriers = project_rows(r, thread, num_threads, r[PROJECTION], 0)
     barriers = barrier(r, num_threads, barriers)
     source, fixed, stride = r[NORMED], r[NORMED_FIXED], r[HIDDEN_STRIDE]
@@ -142,7 +153,7 @@ def write_context(thread: int, num_threads: int, record: int) -> int:
         barriers = barrier(r, num_threads, barriers)
         store_heads(r, thread, num_threads, index, layer, r[NUM_HEADS])
         barriers = barrier(r, num_threads, barriers)
-    return 0
+    return DONE
 
 
 def project(thread: int, num_threads: int, record: int) -> int:
@@ -174,6 +185,18 @@ def move_slots(thread: int, num_threads: int, record: int) -> int:
             call(r[MOVE_KEY], (keys + source, offset, keys + target, new_offset, dim))
             call(r[MOVE_VALUE], (values + source, offset, values + target, new_offset, dim))
     return 0
+
+
+@compiled
+def out_of_reach(r: Ints) -> int:
+    """Rotation and storage stay inside their tables: nothing else checks positions and slots."""
+    positions, slots = int32s(r[POSITIONS]), int64s(r[OUT_SLOTS])
+    for row in range(r[NUM_ROWS]):
+        if not 0 <= positions[row] < r[NUM_POSITIONS]:
+            return BAD_POSITION
+        if not 0 <= slots[row] < r[NUM_BLOCKS] * BLOCK:
+            return BAD_SLOT
+    return DONE
 
 
 @compiled

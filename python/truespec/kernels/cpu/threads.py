@@ -21,7 +21,8 @@ MIN_SECONDS_TO_JUDGE = 5e-4  # shorter jobs say nothing about contention
 TOO_SHORT = 0.0
 STOPPED = 1
 LINE_WORDS = 8  # of a cache line: counters of different writers do not share one
-JUDGED_JOBS = 8
+JUDGED_EVERY = 7  # jobs: reading clocks takes time; not a number of jobs that a step may have
+JUDGED_JOBS = 4
 EFFICIENCY = 0.9  # of several threads, against one thread each
 HOLD_SECONDS = (0.2, 4.0)  # how long to stay on one thread: first time, at most
 
@@ -50,6 +51,7 @@ class ThreadPool:
         self._workers: list[_Worker] = []
         self._owner = os.getpid()
         self._contention = Contention()
+        self._num_jobs = 0
         weakref.finalize(self, _stop, self._workers)
 
     @property
@@ -64,8 +66,8 @@ class ThreadPool:
         self.num_threads = num_threads
         self._contention = Contention()
 
-    def run(self, function: int, record: int, useful_threads: int) -> None:
-        """Run a job to its end.
+    def run(self, function: int, record: int, useful_threads: int) -> int:
+        """Run a job to its end; returns what its function returns on this thread.
 
         Args:
             function: address of the job's compiled function.
@@ -76,17 +78,22 @@ class ThreadPool:
         if num > 1 and not self._contention.allows_threads():
             num = 1
         if num == 1:
-            self._calls.run(function, 0, 1, record)
-            return
+            return self._calls.run(function, 0, 1, record)
         workers = self._ready_workers(num - 1)
         self._counters[0] = self._counters[LINE_WORDS] = 0
         for worker in workers:
             worker.start_job(function, num, record)
+        self._num_jobs += 1
+        if self._num_jobs % JUDGED_EVERY:
+            result = self._calls.run(function, 0, num, record)
+            self._calls.wait_for(self._done_address, num - 1, self._give_way)
+            return result
         wall, cpu = time.perf_counter(), time.thread_time()
-        self._calls.run(function, 0, num, record)
+        result = self._calls.run(function, 0, num, record)
         own = _slowdown(time.perf_counter() - wall, time.thread_time() - cpu)
         self._calls.wait_for(self._done_address, num - 1, self._give_way)
         self._contention.note(max(own, *(worker.slowdown() for worker in workers)), num)
+        return result
 
     def close(self) -> None:
         """Stop the threads; the next job would start new ones."""
