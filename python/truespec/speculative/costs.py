@@ -109,11 +109,20 @@ class DraftCosts:
     lengths: list[int]
     tables: list[CostTable]
     scale: float = 1.0
+    _count: int = 0
     _by_length: dict[int, CostTable] = field(default_factory=dict)
 
     def learn(self, num_reqs: int, length: int, seconds: float) -> None:
-        """Move towards a measurement made while serving."""
-        self.scale = _moved(self.scale, seconds, self._measured(num_reqs, length))
+        """Move towards a measurement made while serving, by large steps at first.
+
+        The size of a step does not depend on the measurement, so the scale follows the median: a
+        mean would follow the odd moments of a busy machine, which weigh most in short drafts.
+        """
+        expected = self.at(num_reqs, length)
+        if expected > 0:
+            self._count += 1
+            step = max(LEARNING, FIRST_STEP / (1 + self._count))
+            self.scale *= 1 + step if seconds > expected else 1 - step
 
     def at(self, num_reqs: int, length: int) -> float:
         """Seconds to draft `length` tokens for so many requests."""
@@ -137,14 +146,3 @@ class StepCosts:
 
     rows: CostTable
     drafts: DraftCosts
-
-
-def _moved(scale: float, seconds: float, measured: float) -> float:
-    """`scale` after a measurement of what took `measured` at start.
-
-    It takes a step of one size towards every measurement, so it follows their median: a mean would
-    follow the odd moments of a busy machine, which are long and weigh most in short drafts.
-    """
-    if measured <= 0:
-        return scale
-    return scale * (1 + LEARNING if seconds > scale * measured else 1 - LEARNING)

@@ -12,9 +12,9 @@ from dataclasses import dataclass, field
 from truespec.speculative.costs import StepCosts
 from truespec.speculative.yields import Yield
 
-MIN_GAIN = 1.06  # predicted gain below which drafts are left out: estimates are noisy
+MIN_GAIN = 1.04  # predicted gain below which drafts are left out: estimates are noisy
 PROBE_SHARE = 0.005  # of the time without drafts goes into trying some
-PROBE_LENGTH = 3  # drafts of such a try
+FIRST_TRIES = 0.15  # seconds that may at once: what was measured at start may have been disturbed
 REPLAN_STEPS = 16  # steps for which a plan without drafts holds, if nothing else changes
 LEAST_SHARE = 0.1  # of the last steps had drafts, or their caches are not worth keeping up
 SHARE_LEARNING = 0.01  # weight of a step in that share
@@ -29,18 +29,20 @@ class Planner:
         num_drafts: drafts per request at most.
         costs: `None` drafts as much as it may.
         is_whole: drafts cannot be cut before they are made, only afterwards (trees).
+        credit: seconds that may go into trying drafts where none seem to pay.
     """
 
     num_drafts: int
     costs: StepCosts | None
     is_whole: bool = False
+    credit: float = FIRST_TRIES
     _overall: Yield = field(init=False)
     _yields: dict[str, Yield] = field(default_factory=dict)
     _confidences: dict[str, list[float]] = field(default_factory=dict)
     _idle_for: tuple[list[str], int] | None = None
     _num_idle: int = 0
     _share: float = 1.0  # of steps with drafts, of late
-    _credit: float = 0.0  # seconds that may go into trying drafts
+    _wish: int = 1  # the length that would pay best, if any did
     _is_probe: bool = False
 
     def __post_init__(self) -> None:
@@ -126,10 +128,10 @@ class Planner:
             return
         num_blocks = sum(count > 0 for count in counts)
         if not num_blocks:
-            self._credit += PROBE_SHARE * seconds
+            self.credit += PROBE_SHARE * seconds
         elif self._is_probe:
             extra = self.costs.rows.at(num_rows) - self.costs.rows.at(len(counts))
-            self._credit -= draft_seconds + extra
+            self.credit -= draft_seconds + extra
         self.costs.rows.learn(num_rows, seconds)
         if num_blocks and is_typical:
             self.costs.drafts.learn(num_blocks, max(counts), draft_seconds)
@@ -165,6 +167,7 @@ class Planner:
         rate, length, num_reqs = max(
             self._best_number(length, wishes, len(caps), base_rows) for length in lengths
         )
+        self._wish = length
         chosen = order[:num_reqs] if rate > least else []
         counts = [0] * len(caps)
         for index in chosen:
@@ -200,16 +203,12 @@ class Planner:
             (i for i, cap in enumerate(caps) if cap),
             key=lambda i: self._yields[rids[i]].num_steps if rids[i] in self._yields else 0,
         )
-        counts[index] = min(caps[index], self._probe_length)
+        counts[index] = min(caps[index], self._wish)
         return counts
-
-    @property
-    def _probe_length(self) -> int:
-        return self.num_drafts if self.is_whole else PROBE_LENGTH
 
     def _can_probe(self, num_rows: int) -> bool:
         """Enough time went by without drafts to spend some of it."""
         assert self.costs is not None, "without costs nothing is planned"
         rows = self.costs.rows
-        extra = rows.at(num_rows + PROBE_LENGTH) - rows.at(num_rows)
-        return self._credit > extra + self.costs.drafts.at(1, self._probe_length)
+        extra = rows.at(num_rows + self._wish) - rows.at(num_rows)
+        return self.credit > extra + self.costs.drafts.at(1, self._wish)
