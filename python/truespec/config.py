@@ -177,4 +177,5 @@ def draft_quantization(config: EngineConfig, kernels: str) -> Quantization:
     """
     if config.speculative_draft_model_quantization != "auto":
         return config.speculative_draft_model_quantization
-    return "q4_1" if kernels == "numba" else "none"
+    has_drafter = config.speculative_algorithm not in ("NONE", "NGRAM")
+    return "q4_1" if kernels == "numba" and has_drafter else "none"

@@ -1,6 +1,7 @@
 """The numba kernel set: fast on a CPU, row-invariant by construction.
 
-Every output is a fixed chain of IEEE operations, whatever the other rows, threads or CPU type.
+Every output is a fixed chain of IEEE operations and exact integer sums, whatever the other rows,
+threads or CPU type.
 """
 
 from __future__ import annotations
