@@ -16,7 +16,7 @@ from cpu_cases import Model, causal_rows, make_weight, normal, page_table
 from torch import Tensor
 
 from truespec.env import cache_dir
-from truespec.kernels.api import AttentionRows, KVBuffers, LayerWeights
+from truespec.kernels.api import AttentionRows, ContextRows, KVBuffers, LayerWeights
 from truespec.kernels.cpu import CpuKernels, buffers, linear, runtime, stack
 from truespec.kernels.cpu.arena import Arena
 
@@ -105,7 +105,12 @@ def run(model: Model, dtype: torch.dtype, page_size: int, num_threads: int = 1) 
     rows = guarded_rows(causal_rows(table, [(0, 5, 29)], page_size))
     projection = k.linear(make_weight("Q8_0", model.hidden, 96))
     features, norm = guarded(normal(24, 96)), guarded(normal(model.hidden))
-    ours.write_context(features, projection, norm, rows.positions, rows.out_slots, pool)
+    context = ContextRows(features, projection, norm, rows.positions, rows.out_slots)
+    ours.write_context(context, pool)
+    block = guarded_rows(causal_rows(table, [(0, 29, 33)], page_size))
+    head = k.linear(make_weight("BF16" if model.hidden % 32 else "Q8_0", 70, model.hidden))
+    x = guarded(normal(4, model.hidden))
+    ours.forward_to_logits(x, block, pool, final_norm=norm, head=head, context=context)
     k.move_kv(pool, rows.out_slots[:9], rows.out_slots[9:18])
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ from cpu_cases import (
     slots_of,
 )
 
+from truespec.kernels.api import ContextRows, DecoderStack
 from truespec.kernels.reference import ReferenceKernels
 
 REFERENCE = ReferenceKernels()
@@ -134,9 +136,44 @@ def test_context_injection_fills_every_layer(name, type_name):
         pools.append(model.pool(3))
         stack = k.decoder_stack(model.weights(), model.shape())
         linear = k.linear(projection)
-        stack.write_context(features, linear, norm, positions.int(), slots, pools[-1])
+        context = ContextRows(features, linear, norm, positions.int(), slots)
+        stack.write_context(context, pools[-1])
     for ours, theirs in ((pools[0].k, pools[1].k), (pools[0].v, pools[1].v)):
         torch.testing.assert_close(ours, theirs, equal_nan=True, **CLOSE)
+
+
+@pytest.mark.parametrize("head_type", ["F32", "Q8_0"])
+@pytest.mark.parametrize("num_context", [0, 5, 40])
+@pytest.mark.parametrize("name", ["wide_heads", "smollm", "quantised"])
+def test_context_layers_and_head_in_one_call_are_those_of_three(name, num_context, head_type):
+    model, table, start = MODELS[name], page_table(1, 4), 7
+    k = kernels()
+    stack = k.decoder_stack(model.weights(), model.shape())
+    end = start + num_context
+    rows = causal_rows(table, [(0, end, end + 4)], 16)
+    rows = replace(rows, kv_lens=torch.full((4,), end + 4, dtype=torch.int32))
+    x, norm = normal(4, model.hidden), normal(model.hidden, seed=1)
+    head = k.linear(make_weight(head_type, 70, model.hidden))
+    before = causal_rows(table, [(0, start, end)], 16)
+    context = ContextRows(
+        normal(num_context, 96, seed=2),
+        k.linear(make_weight("Q8_0", model.hidden, 96)),
+        norm,
+        before.positions,
+        before.out_slots,
+    )
+    outputs, pools = [], []
+    for run in (stack.forward_to_logits, partial(DecoderStack.forward_to_logits, stack)):
+        pools.append(model.pool(4))
+        stack.forward(normal(start, model.hidden), causal_rows(table, [(0, 0, start)], 16), pools[-1])
+        outputs.append(run(x, rows, pools[-1], final_norm=norm, head=head, context=context))
+    for ours, composed in zip(*outputs, strict=True):
+        assert torch.equal(ours, composed)
+    assert outputs[0][1].shape == (4, 70)
+    for part in ("k", "v"):
+        ours, composed = (getattr(pool, part) for pool in pools)
+        assert torch.equal(ours.isnan(), composed.isnan())
+        assert torch.equal(ours.nan_to_num(), composed.nan_to_num())
 
 
 def test_rows_of_a_non_causal_block_see_the_whole_block():

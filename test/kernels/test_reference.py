@@ -15,6 +15,7 @@ from torch import Tensor
 from truespec.kernels import kernel_set
 from truespec.kernels.api import (
     AttentionRows,
+    ContextRows,
     KVBuffers,
     LayerWeights,
     PackedLinear,
@@ -195,7 +196,9 @@ def test_context_written_for_all_layers_is_what_each_would_have_stored() -> None
     projection = KERNELS.linear(Weight(random(24, 40), "F32", (24, 40)))
     c = rms_norm(projection(features), norm, shape.rms_norm_eps)
     written, stack = nan_pool(shape, 2, 2), KERNELS.decoder_stack(layers, shape)
-    stack.write_context(features, projection, norm, rows.positions, rows.out_slots, written)
+    stack.write_context(
+        ContextRows(features, projection, norm, rows.positions, rows.out_slots), written
+    )
     for index, layer in enumerate(layers):
         alone = nan_pool(shape, 1, 2)
         single = KERNELS.decoder_stack([layer], shape)

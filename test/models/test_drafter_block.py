@@ -45,12 +45,14 @@ def _hidden(drafter: BlockDrafter, target: CausalLM, features: Tensor) -> Tensor
     """[G, H] of a block behind a context that is injected in two parts."""
     size = drafter.config.block_size
     kv, table = draft_pool(target, drafter.config.layer.num_layers)
+    parts = []
     for begin, end in ((0, 4), (4, CONTEXT)):
         rows = rows_at(torch.arange(begin, end), table)
-        drafter.inject(features[begin:end], rows.positions, rows.out_slots, kv)
+        parts.append(drafter.context(features[begin:end], rows.positions, rows.out_slots))
+    drafter.stack.write_context(parts[0], kv)
     positions = torch.arange(CONTEXT, CONTEXT + size)
     rows = rows_at(positions, table, torch.full((size,), CONTEXT + size))
-    return drafter.hidden(torch.tensor([ANCHOR]), rows, kv)[0]
+    return drafter.run(torch.tensor([ANCHOR]), rows, kv, parts[1])[0][0]
 
 
 def _dense_hidden(

@@ -114,6 +114,27 @@ class AttentionRows:
     tail_slots: Tensor | None = None  # [num_rows, max_tail] int64
 
 
+@dataclass(frozen=True, slots=True)
+class ContextRows:
+    """Positions whose K/V comes from features, the same for every layer (DSpark/DFlash injection).
+
+    c = RMSNorm(projection(features)); for each layer K = rope(k_norm(W_k c)), V = W_v c (biases
+    included, no input norm).
+
+    Attributes:
+        features: [m, k] fp32.
+        projection: k to hidden, without bias, of the stack's kernel set.
+        norm: [hidden] fp32.
+        positions: [m] int32. out_slots: [m] int64.
+    """
+
+    features: Tensor
+    projection: PackedLinear
+    norm: Tensor
+    positions: Tensor
+    out_slots: Tensor
+
+
 class PackedLinear(ABC):
     """y = x W^T (+ bias) with a packed weight."""
 
@@ -155,24 +176,31 @@ class DecoderStack(ABC):
         """
 
     @abstractmethod
-    def write_context(
-        self,
-        features: Tensor,
-        projection: PackedLinear,
-        norm: Tensor,
-        positions: Tensor,
-        out_slots: Tensor,
-        kv: KVBuffers,
-    ) -> None:
-        """Fill K/V of every layer from one shared input (DSpark/DFlash context injection).
+    def write_context(self, context: ContextRows, kv: KVBuffers) -> None:
+        """Fill K/V of every layer at some positions; see `ContextRows`."""
 
-        c = RMSNorm(projection(features)); for each layer K = rope(k_norm(W_k c)), V = W_v c (biases
-        included, no input norm).
+    def forward_to_logits(
+        self,
+        x: Tensor,
+        rows: AttentionRows,
+        kv: KVBuffers,
+        *,
+        final_norm: Tensor,
+        head: PackedLinear,
+        context: ContextRows | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """`write_context`, `forward` and a head, which a kernel set may run as one call.
 
         Args:
-            features: [m, k] fp32. projection: k to hidden, without bias, of the same kernel set.
-            norm: [hidden] fp32. positions: [m] int32. out_slots: [m] int64.
+            head: hidden to vocabulary, without bias, of the same kernel set.
+            context: K/V that the rows see, written first.
+
+        Returns ([m, hidden] normed rows, [m, n of the head] fp32 logits, newly allocated).
         """
+        if context is not None:
+            self.write_context(context, kv)
+        hidden, _ = self.forward(x, rows, kv, final_norm=final_norm)
+        return hidden, head(hidden)
 
 
 class KernelSet(ABC):

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from .api import (
     AttentionRows,
+    ContextRows,
     DecoderStack,
     KernelSet,
     KVBuffers,
@@ -156,20 +157,12 @@ class ReferenceStack(DecoderStack):
             x = rms_norm(x, final_norm.to(x.device), self._shape.rms_norm_eps)
         return x, torch.cat(captured, dim=1) if captured else None
 
-    def write_context(
-        self,
-        features: Tensor,
-        projection: PackedLinear,
-        norm: Tensor,
-        positions: Tensor,
-        out_slots: Tensor,
-        kv: KVBuffers,
-    ) -> None:
+    def write_context(self, context: ContextRows, kv: KVBuffers) -> None:
         """See `DecoderStack`."""
-        projected = projection(features)
-        c = rms_norm(projected, norm.to(projected.device), self._shape.rms_norm_eps)
+        projected = context.projection(context.features)
+        c = rms_norm(projected, context.norm.to(projected.device), self._shape.rms_norm_eps)
         for index, layer in enumerate(self._layers):
-            store_kv(kv, index, out_slots, *layer.keys_values(c, positions))
+            store_kv(kv, index, context.out_slots, *layer.keys_values(c, context.positions))
 
     def _forward_layer(
         self, index: int, x: Tensor, rows: AttentionRows, kv: KVBuffers, given: Tensor | None

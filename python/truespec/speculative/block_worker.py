@@ -17,7 +17,7 @@ from torch import Tensor
 
 from truespec.batch import ReqChunk
 from truespec.config import EngineConfig
-from truespec.kernels.api import AttentionRows
+from truespec.kernels.api import AttentionRows, ContextRows
 from truespec.kvcache import LayerSpec
 from truespec.layers.sampler import SamplingRows
 from truespec.models.drafters.block import BlockDrafter, load_block_drafter
@@ -59,11 +59,14 @@ class BlockWorker(DrafterWorker):
         return load_block_drafter(path, target, weight_type=draft_weight_type(config, target))
 
     @abstractmethod
-    def choose(self, hidden: Tensor, anchors: Tensor, rows: SamplingRows) -> ChainDrafts:
+    def choose(
+        self, hidden: Tensor, logits: Tensor, anchors: Tensor, rows: SamplingRows
+    ) -> ChainDrafts:
         """Tokens of the blocks.
 
         Args:
             hidden: [n, k, H] the block rows that draft, k the longest draft wanted.
+            logits: [n, k, DV] what the head makes of them, may be modified.
             anchors: [n] int64 last known tokens.
             rows: parameters of the first drafts, [n].
         """
@@ -91,28 +94,28 @@ class BlockWorker(DrafterWorker):
         # Rows that nobody wants cost more than the little that the others gain by seeing them.
         wanted = self.drafter.config.num_drafts if self.planner.costs is None else longest
         rows = self._block_rows(drafting.chunks, first + wanted)
-        hidden = self.drafter.hidden(anchors, rows, self.draft_kv)
-        hidden = hidden[:, first : first + longest]
-        drafts = self.choose(hidden, anchors, self.sampler.rows(drafting.chunks))
+        context = None if drafting.fresh is None else self._context(drafting.fresh)
+        made = self.drafter.run(anchors, rows, self.draft_kv, context)
+        hidden, logits = (values[:, first : first + longest].contiguous() for values in made)
+        drafts = self.choose(hidden, logits, anchors, self.sampler.rows(drafting.chunks))
         if drafts.confidences is not None:
-            made = zip(drafting.chunks, drafts.confidences, drafting.counts, strict=True)
-            for chunk, values, count in made:
+            kept = zip(drafting.chunks, drafts.confidences, drafting.counts, strict=True)
+            for chunk, values, count in kept:
                 self.planner.expect(chunk.req.rid, values[:count])
         lengths = self.lengths(drafting.counts, drafts, drafting.other_rows)
         return draft_of_chains(drafting.batch, drafting.places, lengths, drafts)
 
     def extend_rows(self, fresh: FreshRows) -> None:
-        placed = self.cache.place(fresh.reqs, fresh.firsts, fresh.lengths)
-        self.drafter.inject(
-            fresh.source,
-            torch.from_numpy(placed.positions),
-            torch.from_numpy(placed.slots),
-            self.draft_kv,
-        )
+        self.drafter.stack.write_context(self._context(fresh), self.draft_kv)
 
     def describe(self) -> dict[str, object]:
         size = {"block_size": self.drafter.config.block_size}
         return super().describe() | size | {"target_layer_ids": list(self.capture)}
+
+    def _context(self, fresh: FreshRows) -> ContextRows:
+        placed = self.cache.place(fresh.reqs, fresh.firsts, fresh.lengths)
+        positions, slots = torch.from_numpy(placed.positions), torch.from_numpy(placed.slots)
+        return self.drafter.context(fresh.source, positions, slots)
 
     def _block_rows(self, chunks: list[ReqChunk], size: int) -> AttentionRows:
         """A block per chunk: `size` positions from the anchor's on, each seeing all of them."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import NamedTuple, TypeVar
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -68,8 +69,9 @@ class DraftSampler:
 
     def rows(self, chunks: list[ReqChunk]) -> SamplingRows:
         """Parameters of the first draft after each chunk's last known token."""
-        first = torch.tensor([chunk.req.num_tokens for chunk in chunks])
-        return sampling_rows([chunk.req.params for chunk in chunks], [1] * len(chunks), first)
+        firsts = np.array([chunk.req.num_tokens for chunk in chunks], np.int64)
+        params = [chunk.req.params for chunk in chunks]
+        return sampling_rows(params, [1] * len(chunks), torch.from_numpy(firsts))
 
     def choose(self, logits: Tensor, rows: SamplingRows, step: int = 0) -> DraftStep:
         """A draft per row of [n, DV] fp32 draft logits, `step` positions after those of `rows`."""

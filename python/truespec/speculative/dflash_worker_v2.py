@@ -24,8 +24,9 @@ class DFlashWorker(BlockWorker):
             raise ValueError(f"the drafter {path.name} has a Markov head: run it as DSPARK")
         return drafter
 
-    def choose(self, hidden: Tensor, anchors: Tensor, rows: SamplingRows) -> ChainDrafts:
-        logits = self.drafter.head(hidden.flatten(0, 1)).view(*hidden.shape[:2], -1)
+    def choose(
+        self, hidden: Tensor, logits: Tensor, anchors: Tensor, rows: SamplingRows
+    ) -> ChainDrafts:
         return stack_steps(
-            [self.sampler.choose(logits[:, step], rows, step) for step in range(hidden.shape[1])]
+            [self.sampler.choose(logits[:, step], rows, step) for step in range(logits.shape[1])]
         )

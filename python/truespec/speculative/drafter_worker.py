@@ -33,12 +33,14 @@ class Drafting(NamedTuple):
         batch: the whole step.
         places: which of its sampling chunks these are, ascending.
         chunks: these chunks. counts: drafts that each may have, at least 1.
+        fresh: what their draft cache lacks before their roots, if anything.
     """
 
     batch: Batch
     places: list[int]
     chunks: list[ReqChunk]
     counts: list[int]
+    fresh: FreshRows | None
 
     @property
     def other_rows(self) -> int:
@@ -64,7 +66,8 @@ class DrafterWorker(SpecWorker):
     def make_drafts(self, drafting: Drafting) -> Draft:
         """Roots of all sampling chunks, and drafts of those that get some.
 
-        The draft cache of these is complete up to their roots.
+        The draft cache of these is complete up to their roots but for `drafting.fresh`, by which
+        this extends it.
         """
 
     @abstractmethod
@@ -88,9 +91,10 @@ class DrafterWorker(SpecWorker):
         self.has_caught_up = waiting > self.num_drafts + 1
         if not places:
             return chain_draft(batch, [[] for _ in chunks], [[] for _ in chunks])
-        drafting = Drafting(batch, places, [chunks[p] for p in places], [counts[p] for p in places])
-        self.catch_up(drafting.reqs)
-        return self.make_drafts(drafting)
+        chosen = [chunks[place] for place in places]
+        fresh = self.backlog.take([chunk.req for chunk in chosen])
+        counts = [counts[place] for place in places]
+        return self.make_drafts(Drafting(batch, places, chosen, counts, fresh))
 
     def extend(self, state: StepState) -> None:
         """Hold the rows of decoding requests and extend by all others, but by none after a gap."""

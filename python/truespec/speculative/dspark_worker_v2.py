@@ -47,14 +47,14 @@ class DSparkWorker(BlockWorker):
             )
         return drafter
 
-    def choose(self, hidden: Tensor, anchors: Tensor, rows: SamplingRows) -> ChainDrafts:
+    def choose(
+        self, hidden: Tensor, logits: Tensor, anchors: Tensor, rows: SamplingRows
+    ) -> ChainDrafts:
         markov, confidence = self.drafter.markov, self.drafter.confidence
-        hidden = hidden.contiguous()
-        base = self.drafter.head(hidden.flatten(0, 1)).view(*hidden.shape[:2], -1)
         if isinstance(markov, VanillaMarkov) and markov.transition is not None:
             sure = None if confidence is None else confidence.in_chain(hidden)
-            return self.sampler.choose_chains(base, rows, markov.transition, anchors, sure)
-        return self._choose_in_turn(base, hidden, anchors, rows)
+            return self.sampler.choose_chains(logits, rows, markov.transition, anchors, sure)
+        return self._choose_in_turn(logits, hidden, anchors, rows)
 
     def _choose_in_turn(
         self, base: Tensor, hidden: Tensor, anchors: Tensor, rows: SamplingRows

@@ -5,6 +5,7 @@ Knows which rows of a step can fill draft KV and with which tokens; knows no way
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -18,7 +19,8 @@ from truespec.kernels.api import AttentionRows
 from truespec.models.drafters.recurrent import RecurrentDrafter
 from truespec.speculative.backlog import FreshRows, Ints
 from truespec.speculative.base import EngineParts, WorkerPlan
-from truespec.speculative.drafter_worker import DrafterWorker
+from truespec.speculative.contract import Draft
+from truespec.speculative.drafter_worker import DrafterWorker, Drafting
 
 
 class Carried(NamedTuple):
@@ -77,6 +79,15 @@ class EagleBase(DrafterWorker):
     def __init__(self, parts: EngineParts, plan: WorkerPlan, target_ids: Tensor | None) -> None:
         super().__init__(parts, plan, target_ids)
         self.carried: dict[str, Carried] = {}
+
+    @abstractmethod
+    def drafts_from_carried(self, drafting: Drafting) -> Draft:
+        """As `make_drafts`, with a draft cache that is complete and states up to the roots."""
+
+    def make_drafts(self, drafting: Drafting) -> Draft:
+        if drafting.fresh is not None:
+            self.extend_rows(drafting.fresh)
+        return self.drafts_from_carried(drafting)
 
     def forget(self, req: Req) -> None:
         super().forget(req)

@@ -81,7 +81,7 @@ class EagleWorker(EagleBase):
             lookahead=1,
         )
 
-    def make_drafts(self, drafting: Drafting) -> Draft:
+    def drafts_from_carried(self, drafting: Drafting) -> Draft:
         states = torch.cat([self.carried_of(chunk) for chunk in drafting.chunks])
         if self.shape.top_k == 1:
             return self._draft_chains(drafting, states)

@@ -63,7 +63,7 @@ class MultiLayerEagleWorker(EagleBase):
             lookahead=num_steps,
         )
 
-    def make_drafts(self, drafting: Drafting) -> Draft:
+    def drafts_from_carried(self, drafting: Drafting) -> Draft:
         values = self.sampler.rows(drafting.chunks)
         window = self._carried_window(drafting)
         everything = np.arange(len(window.positions))

@@ -32,16 +32,19 @@ class StepBuffers:
         self._mlp = pad(shape.intermediate_size, PANEL)
         self._is_coded = is_coded
         self._counters = torch.zeros(num_layers, dtype=torch.int64)
-        self._num_rows, self._is_filled = 0, False
+        self._num_rows, self._version = 0, 0
         self._allocate(8)
 
-    def fill(self, fields: np.ndarray[tuple[int], np.dtype[np.int64]], num_rows: int) -> None:
-        """Write addresses and strides into a record, always the same, with room for `num_rows`."""
+    def reserve(self, num_rows: int) -> None:
+        """Make room."""
         if num_rows > self._num_rows:
             self._allocate(max(num_rows, 2 * self._num_rows))
-        elif self._is_filled:
+
+    def fill(self, fields: np.ndarray[tuple[int], np.dtype[np.int64]]) -> None:
+        """Write addresses and strides into a record, for the rows reserved by now."""
+        if fields[at.BUFFERS] == self._version:
             return
-        self._is_filled = True
+        fields[at.BUFFERS] = self._version
         fields[at.X], fields[at.NORMED] = self._x.data_ptr(), self._normed.data_ptr()
         fields[at.QKV], fields[at.QKV_STRIDE] = self._qkv_rows.data_ptr(), self._qkv
         fields[at.K_COLUMN], fields[at.V_COLUMN] = self._k_column, self._v_column
@@ -59,6 +62,7 @@ class StepBuffers:
     def _allocate(self, num_rows: int) -> None:
         """Room for `num_rows`."""
         self._num_rows = num_rows
+        self._version += 1
         self._x: Tensor = aligned_zeros(num_rows, self._hidden)
         self._normed = aligned_zeros(num_rows, self._hidden)
         self._linear_out = aligned_zeros(num_rows, self._hidden)

@@ -16,7 +16,7 @@ INPUT_NORM, Q_NORM, K_NORM, POST_NORM = range(7 * LINEAR_FIELDS, 7 * LINEAR_FIEL
 LAYER_FIELDS = POST_NORM + 1
 
 # One step of a stack. Row strides are in floats, "bytes" fields in bytes.
-STEP_FIELDS = 80
+STEP_FIELDS = 86
 (
     # functions
     BARRIER, FETCH_ADD, RMS_NORM, ROTATE_HEAD, ADD_ROWS, SILU_MUL, TO_FIXED,
@@ -42,6 +42,10 @@ STEP_FIELDS = 80
     SCRATCH, SCRATCH_BYTES,
     # input of one weight; of context injection: features, their projection, its norm
     CONTEXT, CONTEXT_STRIDE, PROJECTION, CONTEXT_NORM,
+    # around a stack's layers, 0 for none: record of a context to write first, head and its output
+    BEFORE, HEAD, HEAD_FIXED, LOGITS, LOGITS_STRIDE,
+    # which allocation of the shared buffers the record points at
+    BUFFERS,
 ) = range(STEP_FIELDS)  # fmt: skip
 
 # What `forward` and `write_context` return.

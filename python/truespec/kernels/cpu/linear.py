@@ -58,6 +58,8 @@ class CpuLinear(PackedLinear):
 
     Attributes:
         fields: its description for compiled code (layout.py).
+        padded_n: outputs that compiled code writes.
+        is_coded: it takes its input in fixed point too.
     """
 
     def __init__(self, weight: Weight, bias: Tensor | None, runtime: Runtime) -> None:
@@ -65,8 +67,9 @@ class CpuLinear(PackedLinear):
         self.shape = weight.shape
         self._runtime = runtime
         self._packed = pack(weight, runtime.arena)
-        self._padded_n = self._packed.num_panels * PANEL
-        self._bias = None if bias is None else padded_vector(bias, self._padded_n)
+        self.padded_n = self._packed.num_panels * PANEL
+        self.is_coded = self._packed.format.is_coded
+        self._bias = None if bias is None else padded_vector(bias, self.padded_n)
         self.fields = torch.tensor(describe(self._packed, self._bias, runtime))
         self._record = torch.zeros(STEP_FIELDS, dtype=torch.int64)
         fields = self._record.numpy()
@@ -78,17 +81,21 @@ class CpuLinear(PackedLinear):
     def __call__(self, x: Tensor) -> Tensor:
         """See `PackedLinear`."""
         m, k = x.shape
-        n = self.shape[0]
         assert k == self.shape[1], (tuple(x.shape), self.shape)
-        out = torch.empty(m, self._padded_n)
+        out = torch.empty(m, self.padded_n)
         if m == 0:
-            return out[:, :n]
+            return self.without_padding(out)
         x = padded(x, PANEL)
-        fixed = torch.empty_like(x) if self._packed.format.is_coded else x
+        fixed = torch.empty_like(x) if self.is_coded else x
         fields = self._record.numpy()
         fields[SCRATCH], fields[SCRATCH_BYTES] = self._runtime.scratch()
         fields[CONTEXT_FIXED] = fixed.data_ptr()
         fields[CONTEXT], fields[CONTEXT_STRIDE], fields[NUM_ROWS] = x.data_ptr(), x.shape[1], m
-        fields[LINEAR_OUT], fields[HIDDEN_STRIDE] = out.data_ptr(), self._padded_n
-        self._runtime.run("project", self._record, m * n * k)
-        return out if self._padded_n == n else out[:, :n].contiguous()
+        fields[LINEAR_OUT], fields[HIDDEN_STRIDE] = out.data_ptr(), self.padded_n
+        self._runtime.run("project", self._record, m * self.shape[0] * k)
+        return self.without_padding(out)
+
+    def without_padding(self, out: Tensor) -> Tensor:
+        """[m, padded_n] as compiled code wrote it -> [m, n], contiguous."""
+        n = self.shape[0]
+        return out if self.padded_n == n else out[:, :n].contiguous()

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from truespec.kernels.api import (
     AttentionRows,
+    ContextRows,
     DecoderStack,
     KVBuffers,
     LayerWeights,
@@ -24,6 +25,8 @@ from .linear import CpuLinear, describe, padded_vector
 from .pack import PackedWeight, pack
 from .runtime import Runtime
 from .small import fill_pool, float_bits, padded
+
+_Part = tuple[Tensor, AttentionRows | ContextRows]  # a record and the rows it is about
 
 
 class CpuStack(DecoderStack):
@@ -44,11 +47,14 @@ class CpuStack(DecoderStack):
             isinstance(kept, PackedWeight) and kept.format.is_coded for kept in self._kept
         )
         self._buffers = StepBuffers(shape, len(layers), is_coded=self._is_coded)
-        self._record = torch.zeros(at.STEP_FIELDS, dtype=torch.int64)
-        self._fields = self._record.numpy()
+        self._record, self._context_record = (
+            torch.zeros(at.STEP_FIELDS, dtype=torch.int64) for _ in range(2)
+        )
+        self._fields, self._context_fields = self._record.numpy(), self._context_record.numpy()
         self._pool: tuple[int, int, torch.Size, torch.dtype] | None = None
         self._columns: dict[tuple[int, ...], Tensor] = {}
         self._fill_constants()
+        self._context_record.copy_(self._record)
 
     def forward(
         self,
@@ -62,61 +68,101 @@ class CpuStack(DecoderStack):
     ) -> tuple[Tensor, Tensor | None]:
         """See `DecoderStack`."""
         m, hidden = x.shape
+        captured = torch.empty(m, len(capture) * hidden) if capture else None
+        kept = self._fill_first_input(first_input)
+        self._fill_captured(capture, captured)
+        self._fields[at.HEAD] = 0
+        out = self._forward(x, rows, kv, final_norm)
+        del kept  # NOTE: everything the record points at lives until here
+        return out, captured
+
+    def write_context(self, context: ContextRows, kv: KVBuffers) -> None:
+        """See `DecoderStack`."""
+        if context.features.shape[0] == 0:
+            return
+        self._fill_pool(kv)
+        kept = self._fill_context(context)
+        self._run("write_context", [(self._context_record, context)])
+        del kept
+
+    def forward_to_logits(
+        self,
+        x: Tensor,
+        rows: AttentionRows,
+        kv: KVBuffers,
+        *,
+        final_norm: Tensor,
+        head: PackedLinear,
+        context: ContextRows | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """See `DecoderStack`."""
+        assert isinstance(head, CpuLinear), type(head)
+        f, m = self._fields, x.shape[0]
+        self._fill_first_input(None)
+        self._fill_captured((), None)
+        logits = torch.empty(m, head.padded_n)
+        fixed = torch.empty(m, f[at.HIDDEN_STRIDE]) if head.is_coded else logits
+        f[at.HEAD], f[at.HEAD_FIXED] = head.fields.data_ptr(), fixed.data_ptr()
+        f[at.LOGITS], f[at.LOGITS_STRIDE] = logits.data_ptr(), head.padded_n
+        out = self._forward(x, rows, kv, final_norm, context)
+        del fixed
+        return out, head.without_padding(logits)
+
+    def _forward(
+        self,
+        x: Tensor,
+        rows: AttentionRows,
+        kv: KVBuffers,
+        final_norm: Tensor | None,
+        context: ContextRows | None = None,
+    ) -> Tensor:
+        """Fill in the rest of the record and run it."""
+        m, hidden = x.shape
         assert hidden == self._shape.hidden_size, (hidden, self._shape.hidden_size)
         out = torch.empty(m, hidden)
-        captured = torch.empty(m, len(capture) * hidden) if capture else None
         if m == 0:
-            return out, captured
+            return out
         x = x.contiguous()
         self._fill_pool(kv)
         self._fill_rows(rows)
-        first = self._fill_first_input(first_input)
         last_norm = None if final_norm is None else padded(final_norm.float(), PANEL)
-        columns = self._capture_columns(capture)
         f = self._fields
-        f[at.INPUT], f[at.OUTPUT] = x.data_ptr(), out.data_ptr()
-        f[at.CAPTURED] = 0 if captured is None else captured.data_ptr()
-        f[at.CAPTURE_INDEX], f[at.CAPTURE_STRIDE] = columns.data_ptr(), len(capture) * hidden
+        f[at.INPUT], f[at.OUTPUT], f[at.BEFORE] = x.data_ptr(), out.data_ptr(), 0
         f[at.FINAL_NORM] = 0 if last_norm is None else last_norm.data_ptr()
-        self._run("forward", rows.positions, rows.out_slots)
-        del first, last_norm  # NOTE: everything the record points at lives until here
-        return out, captured
+        parts: list[_Part] = [(self._record, rows)]
+        kept = None
+        if context is not None and context.features.shape[0]:
+            kept = self._fill_context(context)
+            f[at.BEFORE] = self._context_record.data_ptr()
+            parts.append((self._context_record, context))
+        self._run("forward", parts)
+        del last_norm, kept
+        return out
 
-    def write_context(
-        self,
-        features: Tensor,
-        projection: PackedLinear,
-        norm: Tensor,
-        positions: Tensor,
-        out_slots: Tensor,
-        kv: KVBuffers,
-    ) -> None:
-        """See `DecoderStack`."""
-        assert isinstance(projection, CpuLinear), type(projection)
-        m = features.shape[0]
-        if m == 0:
-            return
-        features, norm = padded(features, PANEL), padded(norm.float(), PANEL)
-        fixed = torch.empty_like(features)
-        self._fill_pool(kv)
-        f = self._fields
-        f[at.CONTEXT], f[at.CONTEXT_STRIDE] = features.data_ptr(), features.shape[1]
-        f[at.CONTEXT_FIXED] = fixed.data_ptr()
-        f[at.PROJECTION], f[at.CONTEXT_NORM] = projection.fields.data_ptr(), norm.data_ptr()
-        self._run("write_context", positions, out_slots)
+    def _run(self, entry: str, parts: list[_Part]) -> None:
+        """Point records at their rows and at big enough buffers; run the first."""
+        runtime, num_rows = self._runtime, [part.positions.shape[0] for _, part in parts]
+        self._buffers.reserve(max(num_rows))
+        scratch = runtime.scratch()
+        for (record, part), m in zip(parts, num_rows, strict=True):
+            f = record.numpy()
+            f[at.NUM_ROWS], f[at.POSITIONS] = m, _address(part.positions, torch.int32)
+            f[at.OUT_SLOTS] = _address(part.out_slots, torch.int64)
+            f[at.SCRATCH], f[at.SCRATCH_BYTES] = scratch
+            self._buffers.fill(f)
+        if runtime.run(entry, parts[0][0], sum(num_rows) * self._work_per_row) != at.DONE:
+            self._explain(parts)
 
-    def _run(self, entry: str, positions: Tensor, out_slots: Tensor) -> None:
-        """Point the record at the rows and big enough buffers, and run."""
-        f, num_rows = self._fields, positions.shape[0]
-        f[at.NUM_ROWS] = num_rows
-        f[at.POSITIONS] = _address(positions, torch.int32)
-        f[at.OUT_SLOTS] = _address(out_slots, torch.int64)
-        self._buffers.fill(f, num_rows)
-        f[at.SCRATCH], f[at.SCRATCH_BYTES] = self._runtime.scratch()
-        problem = self._runtime.run(entry, self._record, num_rows * self._work_per_row)
-        last, most = int(positions.max()) if problem else 0, self._cos.shape[0]
-        assert problem != at.BAD_POSITION, f"position {last} of {most} rope positions"
-        assert problem != at.BAD_SLOT, f"slots {out_slots.tolist()} of {f[at.NUM_BLOCKS] * 16}"
+    def _explain(self, parts: list[_Part]) -> None:
+        """Fail for rows that are out of reach."""
+        most, num_slots = self._cos.shape[0], self._fields[at.NUM_BLOCKS] * 16
+        for _, part in parts:
+            positions, slots = part.positions, part.out_slots
+            last = int(positions.max())
+            assert 0 <= int(positions.min()) <= last < most, f"position {last} of {most} rope positions"
+            is_inside = 0 <= int(slots.min()) <= int(slots.max()) < num_slots
+            assert is_inside, f"slots {slots.tolist()} of {num_slots}"
+        raise AssertionError("the rows are within reach")
 
     def _describe_layer(self, layer: LayerWeights) -> list[int]:
         """A layer's row of the table."""
@@ -173,6 +219,7 @@ class CpuStack(DecoderStack):
         pool = kv.k.data_ptr(), kv.v.data_ptr(), kv.k.shape, kv.k.dtype
         if pool != self._pool:
             fill_pool(self._runtime, self._record, kv)
+            fill_pool(self._runtime, self._context_record, kv)
             self._pool = pool
 
     def _fill_rows(self, rows: AttentionRows) -> None:
@@ -200,14 +247,28 @@ class CpuStack(DecoderStack):
         self._fields[at.FIRST_STRIDE] = first_input.shape[1]
         return first_input, fixed
 
-    def _capture_columns(self, capture: tuple[int, ...]) -> Tensor:
-        """[1 + num_layers] int64: which output column block a layer's output goes to, or -1."""
+    def _fill_captured(self, capture: tuple[int, ...], captured: Tensor | None) -> None:
+        """Which layers' outputs go to which columns of `captured`; shared tables by `capture`."""
         if capture not in self._columns:
             columns = torch.full((len(self._layers) + 1,), -1)
             for column, layer in enumerate(capture):
                 columns[layer + 1] = column
             self._columns[capture] = columns
-        return self._columns[capture]
+        f = self._fields
+        f[at.CAPTURED] = 0 if captured is None else captured.data_ptr()
+        f[at.CAPTURE_INDEX] = self._columns[capture].data_ptr()
+        f[at.CAPTURE_STRIDE] = len(capture) * self._shape.hidden_size
+
+    def _fill_context(self, context: ContextRows) -> tuple[Tensor, Tensor, Tensor]:
+        """The context's own input; the caller keeps what is returned alive."""
+        projection, f = context.projection, self._context_fields
+        assert isinstance(projection, CpuLinear), type(projection)
+        features, norm = padded(context.features, PANEL), padded(context.norm.float(), PANEL)
+        fixed = torch.empty_like(features) if projection.is_coded else features
+        f[at.CONTEXT], f[at.CONTEXT_STRIDE] = features.data_ptr(), features.shape[1]
+        f[at.CONTEXT_FIXED] = fixed.data_ptr()
+        f[at.PROJECTION], f[at.CONTEXT_NORM] = projection.fields.data_ptr(), norm.data_ptr()
+        return features, norm, fixed
 
 
 def _check_shape(shape: StackShape) -> None:

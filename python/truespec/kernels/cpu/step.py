@@ -15,6 +15,7 @@ from .layout import (
     ATTENDED_STRIDE,
     BAD_POSITION,
     BAD_SLOT,
+    BEFORE,
     CAPTURE_INDEX,
     CAPTURE_STRIDE,
     CAPTURED,
@@ -34,7 +35,9 @@ from .layout import (
     GATES_FIXED,
     GROUP_ROWS,
     GROUP_STARTS,
+    HEAD,
     HEAD_DIM,
+    HEAD_FIXED,
     HIDDEN,
     HIDDEN_STRIDE,
     INPUT,
@@ -48,6 +51,8 @@ from .layout import (
     LAYER_FIELDS,
     LAYERS,
     LINEAR_OUT,
+    LOGITS,
+    LOGITS_STRIDE,
     MLP_STRIDE,
     MOVE_KEY,
     MOVE_VALUE,
@@ -110,6 +115,8 @@ def forward(thread: int, num_threads: int, record: int) -> int:
     """All layers for the rows of a step record; if a row is out of reach, nothing but saying so."""
     r = int64s(record)
     problem = out_of_reach(r)
+    if problem == DONE and r[BEFORE] != 0:
+        problem = out_of_reach(int64s(r[BEFORE]))
     if problem != DONE:  # every thread finds the same
         return problem
     hidden, stride = r[HIDDEN], r[HIDDEN_STRIDE]
@@ -117,9 +124,11 @@ def forward(thread: int, num_threads: int, record: int) -> int:
         r[NUM_GROUPS] = group_rows(r, num_threads)
         for index in range(r[NUM_LAYERS]):
             int64s(r[UNIT_COUNTERS])[index] = 0
+    barriers = 0
+    if r[BEFORE] != 0:
+        barriers = fill_context(int64s(r[BEFORE]), thread, num_threads, barriers)
     copy_rows(r, thread, num_threads, r[INPUT], hidden, r[X], stride)
     capture(r, thread, num_threads, -1)
-    barriers = 0
     for index in range(r[NUM_LAYERS]):
         layer = r[LAYERS] + index * LAYER_FIELDS * 8
         barriers = attention_half(r, thread, num_threads, index, layer, barriers)
@@ -130,6 +139,8 @@ def forward(thread: int, num_threads: int, record: int) -> int:
         result = r[NORMED]
         norm_rows(r, thread, num_threads, r[X], r[FINAL_NORM])
     copy_rows(r, thread, num_threads, result, stride, r[OUTPUT], hidden)
+    if r[HEAD] != 0:
+        head_rows(r, thread, num_threads, result, barriers)
     return DONE
 
 
@@ -139,20 +150,7 @@ def write_context(thread: int, num_threads: int, record: int) -> int:
     problem = out_of_reach(r)
     if problem != DONE:
         return problem
-    barriers = project_rows(r, thread, num_threads, r[PROJECTION], 0)
-    barriers = barrier(r, num_threads, barriers)
-    source, fixed, stride = r[NORMED], r[NORMED_FIXED], r[HIDDEN_STRIDE]
-    norm_rows(r, thread, num_threads, r[LINEAR_OUT], r[CONTEXT_NORM])
-    if r[NORMED_FIXED] != 0:
-        fix_rows(r, thread, num_threads, source, fixed, stride)
-    barriers = barrier(r, num_threads, barriers)
-    for index in range(r[NUM_LAYERS]):
-        layer = r[LAYERS] + index * LAYER_FIELDS * 8
-        split_linear(r, thread, num_threads, layer + K * 8, source, fixed, stride, r[K_COLUMN])
-        split_linear(r, thread, num_threads, layer + V * 8, source, fixed, stride, r[V_COLUMN])
-        barriers = barrier(r, num_threads, barriers)
-        store_heads(r, thread, num_threads, index, layer, r[NUM_HEADS])
-        barriers = barrier(r, num_threads, barriers)
+    fill_context(r, thread, num_threads, 0)
     return DONE
 
 
@@ -197,6 +195,38 @@ def out_of_reach(r: Ints) -> int:
         if not 0 <= slots[row] < r[NUM_BLOCKS] * BLOCK:
             return BAD_SLOT
     return DONE
+
+
+@compiled
+def fill_context(r: Ints, thread: int, num_threads: int, barriers: int) -> int:
+    """K and V of a context's rows into the pool, for every thread; returns the barriers passed."""
+    barriers = project_rows(r, thread, num_threads, r[PROJECTION], barriers)
+    barriers = barrier(r, num_threads, barriers)
+    source, fixed, stride = r[NORMED], r[NORMED_FIXED], r[HIDDEN_STRIDE]
+    norm_rows(r, thread, num_threads, r[LINEAR_OUT], r[CONTEXT_NORM])
+    if r[NORMED_FIXED] != 0:
+        fix_rows(r, thread, num_threads, source, fixed, stride)
+    barriers = barrier(r, num_threads, barriers)
+    for index in range(r[NUM_LAYERS]):
+        layer = r[LAYERS] + index * LAYER_FIELDS * 8
+        split_linear(r, thread, num_threads, layer + K * 8, source, fixed, stride, r[K_COLUMN])
+        split_linear(r, thread, num_threads, layer + V * 8, source, fixed, stride, r[V_COLUMN])
+        barriers = barrier(r, num_threads, barriers)
+        store_heads(r, thread, num_threads, index, layer, r[NUM_HEADS])
+        barriers = barrier(r, num_threads, barriers)
+    return barriers
+
+
+@compiled
+def head_rows(r: Ints, thread: int, num_threads: int, x: int, barriers: int) -> None:
+    """A thread's columns of LOGITS = x W^T for the weight at HEAD; a thread has its rows of x."""
+    w, stride = int64s(r[HEAD]), r[HIDDEN_STRIDE]
+    if w[L_CODED] != 0:
+        fix_rows(r, thread, num_threads, x, r[HEAD_FIXED], stride)
+    barrier(r, num_threads, barriers)
+    first, last = share(w[L_PANELS], thread, num_threads)
+    out, out_ld = r[LOGITS], r[LOGITS_STRIDE]
+    linear(r, thread, r[HEAD], x, r[HEAD_FIXED], stride, out, out_ld, first, last)
 
 
 @compiled

@@ -12,7 +12,14 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from truespec.kernels.api import AttentionRows, DecoderStack, KernelSet, KVBuffers, PackedLinear
+from truespec.kernels.api import (
+    AttentionRows,
+    ContextRows,
+    DecoderStack,
+    KernelSet,
+    KVBuffers,
+    PackedLinear,
+)
 from truespec.kernels.draft_chain import Transition, tiled
 from truespec.models.drafters.block_config import MARKOV_W1, BlockConfig, block_config
 from truespec.models.drafters.checkpoint import DrafterCheckpoint, read_fields, target_ids
@@ -57,29 +64,40 @@ class BlockDrafter:
     markov: MarkovHead | None
     confidence: ConfidenceHead | None
 
-    def inject(self, features: Tensor, positions: Tensor, out_slots: Tensor, kv: KVBuffers) -> None:
-        """Fill the draft KV of positions whose target features are known.
+    def context(self, features: Tensor, positions: Tensor, out_slots: Tensor) -> ContextRows:
+        """Positions whose target features are known, for the draft KV.
 
         Args:
             features: [n, m * H] fp32 in the order of `config.target_layer_ids`.
             positions: [n] int32. out_slots: [n] int64.
         """
-        self.stack.write_context(features, self.fc, self.hidden_norm, positions, out_slots, kv)
+        return ContextRows(features, self.fc, self.hidden_norm, positions, out_slots)
 
-    def hidden(self, anchor_ids: Tensor, rows: AttentionRows, kv: KVBuffers) -> Tensor:
+    def run(
+        self,
+        anchor_ids: Tensor,
+        rows: AttentionRows,
+        kv: KVBuffers,
+        context: ContextRows | None = None,
+    ) -> tuple[Tensor, Tensor]:
         """The block pass.
 
         Args:
             anchor_ids: [n] int64 last committed tokens.
             rows: of n blocks of as many rows each, the keys of every row ending with its block.
+            context: what the draft KV lacks before the blocks.
 
-        Returns [n, rows of a block, H] fp32 after the final norm.
+        Returns [n, rows of a block, H] fp32 after the final norm, and [n, rows of a block, DV] fp32
+        draft logits.
         """
-        size = len(rows.positions) // len(anchor_ids)
-        x = self.mask_embedding.expand(len(anchor_ids), size, -1).clone()
-        x[:, 0] = self.target.embed(anchor_ids)
-        out, _ = self.stack.forward(x.flatten(0, 1), rows, kv, final_norm=self.norm)
-        return out.view(-1, size, out.shape[1])
+        num_blocks, num_rows = len(anchor_ids), len(rows.positions)
+        size = num_rows // num_blocks
+        x = self.mask_embedding.repeat(num_rows, 1)
+        x[::size] = self.target.embed(anchor_ids)
+        hidden, logits = self.stack.forward_to_logits(
+            x, rows, kv, final_norm=self.norm, head=self.head, context=context
+        )
+        return hidden.view(num_blocks, size, -1), logits.view(num_blocks, size, -1)
 
 
 def load_block_drafter(
