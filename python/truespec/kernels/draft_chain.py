@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import NamedTuple
 
 import numpy as np
@@ -25,7 +25,7 @@ _NOTHING = np.empty(0, np.float32)
 _NOT_ASKED = (_NOTHING, _NOTHING, _NOTHING, np.empty((0, 0, 0), np.float32))
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Transition:
     """B = W2 W1[x]: what a draft adds to the logits of the next one.
 
@@ -36,6 +36,11 @@ class Transition:
 
     w1: Tensor
     w2: Tensor
+
+    @cached_property
+    def arrays(self) -> tuple[NDArray[np.float32], NDArray[np.int16]]:
+        """Both for the kernel, W2 as the bits of bf16."""
+        return self.w1.numpy(), self.w2.view(torch.int16).numpy()
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,29 +98,25 @@ def choose_chains(
     Args:
         logits: [n, k, DV] fp32, contiguous; the biases are added in place.
         previous: [n] int64 target ids before the first draft.
-        temperature: [n] fp32. seed, position: [n] int64; position of the first draft.
+        temperature: [n] fp32. seed, position: [n] int64; position of the first draft. These and
+            `previous` are contiguous.
         target_ids, domain: as in `choose_drafts`.
         confidence: `None` leaves the confidences out.
     """
     assert logits.is_contiguous(), logits.stride()
     shape, vocab_size, device = logits.shape[:2], logits.shape[2], logits.device
+    if use_numba(device):
+        w1, w2 = transition.arrays
+        keys = tuple([p.numpy() for p in (previous, temperature, seed, position)])
+        out = np.empty(shape, np.int64), np.empty(shape, np.float32), np.empty(shape, np.float32)
+        asked = _NOT_ASKED if confidence is None else _arrays(confidence)
+        ids = int32_ids(vocab_size, target_ids).numpy()
+        _kernel()(logits.numpy(), w1, w2, ids, keys, domain, asked, *out)
+        token_ids, logprobs, confidences = map(torch.from_numpy, out)
+        return Chains(token_ids, logprobs, None if confidence is None else confidences)
     token_ids = torch.empty(shape, dtype=torch.int64, device=device)
     logprobs = torch.empty(shape, device=device)
     confidences = torch.empty(shape, device=device)
-    if use_numba(device):
-        _kernel()(
-            logits.numpy(),
-            transition.w1.numpy(),
-            transition.w2.view(torch.int16).numpy(),
-            int32_ids(vocab_size, target_ids).numpy(),
-            tuple([p.contiguous().numpy() for p in (previous, temperature, seed, position)]),
-            domain,
-            _NOT_ASKED if confidence is None else _arrays(confidence),
-            token_ids.numpy(),
-            logprobs.numpy(),
-            confidences.numpy(),
-        )
-        return Chains(token_ids, logprobs, None if confidence is None else confidences)
     w2 = transition.w2.float().transpose(0, 1).flatten(1)[:, :vocab_size]
     for step in range(shape[1]):
         embedded = transition.w1[previous]

@@ -31,14 +31,12 @@ from .formats import ROW_BYTES, Format, emit_header
 from .linear_ir import (
     NUM_ARGS,
     PANEL_VECTORS,
-    PREFETCH_BYTES,
     Blocks,
     Operands,
-    prefetch,
     vectors_of,
 )
 
-Sums = list[list[list[ir.Value]]]  # by row, vector of outputs and digit: variables <16 x i32>
+Vectors = list[list[ir.Value]]  # by row and vector of outputs
 BIAS_BITS = 7  # 8-bit codes are signed; 128 more makes them the unsigned factor of a product
 
 
@@ -116,10 +114,7 @@ def _block(
     """block(*Operands): `rows` rows times 16 * `vectors` outputs."""
     e = new_function(module, f"coded_{rows}_{vectors}", len(Operands._fields), private=True)
     a = Operands(*e.args)
-    sums: Sums = [
-        [[e.variable(splat(I32, 0)) for _ in range(DIGITS)] for _ in range(vectors)]
-        for _ in range(rows)
-    ]
+    is_held = f.codes == "uint4" and rows > 1 and blocking.holds_codes
     outputs = [
         vectors_of(e, e.address(a.y, e.times(a.ldy, r)), a.y_panel_stride, vectors)
         for r in range(rows)
@@ -128,21 +123,20 @@ def _block(
         e.store(splat(F32, 0.0), address)
     with e.loop(a.groups) as g:
         start = e.address(a.w, e.times(g, f.words * ROW_BYTES))
+        # NOTE: there is no prefetching here: it made a block that waits for memory slower.
         bases = vectors_of(e, start, a.panel_stride, vectors)
-        if vectors <= PANEL_VECTORS:  # wide blocks wait for memory: asking for more slows them
-            prefetch(e, f, bases, PREFETCH_BYTES)
         block, half = _place(e, f, g)
         inputs = [
             e.address(a.x, e.times(a.ldx, r), e.times(block, BLOCK_BYTES)) for r in range(rows)
         ]
-        for slot in (slot for row in sums for lanes in row for slot in lanes):
-            e.set(slot, splat(I32, 0))
-        _emit_codes(e, f, bases, partial(_add_products, e, blocking, sums, inputs, half))
-        for v, base in enumerate(bases):
-            header = emit_header(e, f, base)
-            for r in range(rows):
-                whole = _whole(e, f, [e.get(slot) for slot in sums[r][v]], inputs[r], half)
-                _add_group(e, whole, header, inputs[r], outputs[r][v])
+        headers = [emit_header(e, f, base) for base in bases]
+        if is_held:
+            wholes = _held_products(e, f, blocking, bases, inputs)
+        else:
+            wholes = _products(e, f, blocking, bases, inputs, half)
+        for r in range(rows):
+            for v, header in enumerate(headers):
+                _add_group(e, wholes[r][v], header, inputs[r], outputs[r][v])
     e.b.ret(i64(0))
     return e.b.function
 
@@ -154,41 +148,75 @@ def _place(e: Emit, f: Format, group: ir.Value) -> tuple[ir.Value, ir.Value]:
     return e.b.ashr(group, i64(1)), e.b.and_(group, i64(1))
 
 
-def _emit_codes(
+def _held_products(
+    e: Emit, f: Format, blocking: Blocking, bases: list[ir.Value], inputs: list[ir.Value]
+) -> Vectors:
+    """As `_products`, for few enough codes to keep all of a group while digits take turns.
+
+    A digit's sum then goes on from that of the one before: one sum in place of three.
+    """
+    codes: dict[int, list[ir.Value]] = {}
+    for w in range(f.words - f.header_words):
+        (low, _), (high, _) = _codes(e, f, bases, i64(w))
+        codes[4 * w], codes[4 * w + HALF] = low, high
+    totals: Vectors = [[splat(I32, 0)] * len(bases) for _ in inputs]
+    for d in range(DIGITS):
+        if d:
+            totals = [[e.b.shl(t, splat(I32, DIGIT_BITS)) for t in row] for row in totals]
+        for place, values in codes.items():
+            digits = [_digits(e, x, i64(place), d) for x in inputs]
+            totals = [
+                [emit_dot4(e, t, c, digit, blocking.vnni) for t, c in zip(row, values, strict=True)]
+                for row, digit in zip(totals, digits, strict=True)
+            ]
+    return [[e.b.sitofp(t, vector(F32)) for t in row] for row in totals]
+
+
+def _products(
     e: Emit,
     f: Format,
-    bases: list[ir.Value],
-    use: Callable[[list[ir.Value], ir.Value], None],
-) -> None:
-    """Emit `use` for 4 codes of every lane at a time, unsigned bytes, and their word of inputs."""
-    with e.loop(f.words - f.header_words) as w:
-        row = e.times(e.b.add(w, i64(f.header_words)), ROW_BYTES)
-        words = [e.load(e.address(base, row), vector(I32)) for base in bases]
-        if f.codes == "uint4":
-            low_bits = splat(I32, 0x0F0F0F0F)
-            use([e.b.and_(x, low_bits) for x in words], w)
-            upper = [e.b.and_(e.b.lshr(x, splat(I32, 4)), low_bits) for x in words]
-            use(upper, e.b.add(w, i64(HALF // 4)))
-        else:
-            use([e.b.xor(x, splat(I32, -0x7F7F7F80)) for x in words], w)
-
-
-def _add_products(
-    e: Emit,
     blocking: Blocking,
-    sums: Sums,
+    bases: list[ir.Value],
     inputs: list[ir.Value],
     half: ir.Value,
-    codes: list[ir.Value],
-    word: ir.Value,
-) -> None:
-    """Add 4 codes times the digits they meet, for every row and output."""
-    offset = e.b.add(e.times(word, 4), e.times(half, HALF))
-    for row, source in zip(sums, inputs, strict=True):
-        for d in range(DIGITS):
-            digits = e.broadcast(e.load(e.address(source, offset, BLOCK * d), I32))
-            for lanes, values in zip(row, codes, strict=True):
-                e.set(lanes[d], emit_dot4(e, e.get(lanes[d]), values, digits, blocking.vnni))
+) -> Vectors:
+    """Codes times inputs of a group in units of the block's scale, fp32, by row and output."""
+    sums = [[[e.variable(splat(I32, 0)) for _ in range(DIGITS)] for _ in bases] for _ in inputs]
+    for slot in (slot for row in sums for lanes in row for slot in lanes):
+        e.set(slot, splat(I32, 0))
+    with e.loop(f.words - f.header_words) as w:
+        for codes, place in _codes(e, f, bases, w):
+            offset = e.b.add(place, e.times(half, HALF))
+            for row, source in zip(sums, inputs, strict=True):
+                for d in range(DIGITS):
+                    digits = _digits(e, source, offset, d)
+                    for lanes, values in zip(row, codes, strict=True):
+                        total = emit_dot4(e, e.get(lanes[d]), values, digits, blocking.vnni)
+                        e.set(lanes[d], total)
+    return [
+        [_whole(e, f, [e.get(slot) for slot in lanes], source, half) for lanes in row]
+        for row, source in zip(sums, inputs, strict=True)
+    ]
+
+
+def _codes(
+    e: Emit, f: Format, bases: list[ir.Value], word: ir.Value
+) -> list[tuple[list[ir.Value], ir.Value]]:
+    """The codes of a word of every lane, unsigned bytes, with the place of the inputs they meet."""
+    row = e.times(e.b.add(word, i64(f.header_words)), ROW_BYTES)
+    words = [e.load(e.address(base, row), vector(I32)) for base in bases]
+    place = e.times(word, 4)
+    if f.codes == "uint4":
+        low_bits = splat(I32, 0x0F0F0F0F)
+        low = [e.b.and_(x, low_bits) for x in words]
+        high = [e.b.and_(e.b.lshr(x, splat(I32, 4)), low_bits) for x in words]
+        return [(low, place), (high, e.address(place, HALF))]
+    return [([e.b.xor(x, splat(I32, -0x7F7F7F80)) for x in words], place)]
+
+
+def _digits(e: Emit, source: ir.Value, place: ir.Value, d: int) -> ir.Value:
+    """Digit `d` of 4 inputs, in every lane."""
+    return e.broadcast(e.load(e.address(source, place, BLOCK * d), I32))
 
 
 def _whole(e: Emit, f: Format, sums: list[ir.Value], source: ir.Value, half: ir.Value) -> ir.Value:

@@ -6,7 +6,7 @@ Symbols: H hidden, m taps, G block size, r Markov rank, DV draft vocabulary.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
@@ -63,6 +63,7 @@ class BlockDrafter:
     mask_embedding: Tensor
     markov: MarkovHead | None
     confidence: ConfidenceHead | None
+    _masks: dict[tuple[int, int], Tensor] = field(default_factory=dict)
 
     def context(self, features: Tensor, positions: Tensor, out_slots: Tensor) -> ContextRows:
         """Positions whose target features are known, for the draft KV.
@@ -90,14 +91,24 @@ class BlockDrafter:
         Returns [n, rows of a block, H] fp32 after the final norm, and [n, rows of a block, DV] fp32
         draft logits.
         """
-        num_blocks, num_rows = len(anchor_ids), len(rows.positions)
-        size = num_rows // num_blocks
-        x = self.mask_embedding.repeat(num_rows, 1)
+        num_blocks = len(anchor_ids)
+        size = len(rows.positions) // num_blocks
+        x = self._inputs(num_blocks, size)
         x[::size] = self.target.embed(anchor_ids)
         hidden, logits = self.stack.forward_to_logits(
             x, rows, kv, final_norm=self.norm, head=self.head, context=context
         )
         return hidden.view(num_blocks, size, -1), logits.view(num_blocks, size, -1)
+
+    def _inputs(self, num_blocks: int, size: int) -> Tensor:
+        """[num_blocks * size, H] of masks but for the first row of each block, kept for next time.
+
+        NOTE: small operations are slow in a process that has just read all weights; this saves one.
+        """
+        kept = self._masks.get((num_blocks, size))
+        if kept is None:
+            kept = self._masks[num_blocks, size] = self.mask_embedding.repeat(num_blocks * size, 1)
+        return kept
 
 
 def load_block_drafter(
