@@ -165,7 +165,9 @@ def test_context_layers_and_head_in_one_call_are_those_of_three(name, num_contex
     outputs, pools = [], []
     for run in (stack.forward_to_logits, partial(DecoderStack.forward_to_logits, stack)):
         pools.append(model.pool(4))
-        stack.forward(normal(start, model.hidden), causal_rows(table, [(0, 0, start)], 16), pools[-1])
+        stack.forward(
+            normal(start, model.hidden), causal_rows(table, [(0, 0, start)], 16), pools[-1]
+        )
         outputs.append(run(x, rows, pools[-1], final_norm=norm, head=head, context=context))
     for ours, composed in zip(*outputs, strict=True):
         assert torch.equal(ours, composed)

@@ -31,12 +31,15 @@ from .formats import ROW_BYTES, Format, emit_header
 from .linear_ir import (
     NUM_ARGS,
     PANEL_VECTORS,
+    PREFETCH_BYTES,
     Blocks,
     Operands,
+    prefetch,
     vectors_of,
 )
 
 Vectors = list[list[ir.Value]]  # by row and vector of outputs
+LEAST_HOLDING_ROWS = 4  # with fewer, reading the codes at once takes longer than it saves
 BIAS_BITS = 7  # 8-bit codes are signed; 128 more makes them the unsigned factor of a product
 
 
@@ -47,9 +50,14 @@ def coded_module(f: Format, blocking: Blocking) -> ir.Module:
     """
     module = ir.Module(f"linear_{f.name}")
     counts = range(1, blocking.coded_rows + 1)
-    single = {r: _block(module, f, blocking, r, blocking.vectors) for r in counts}
+    repeated = {r: _block(module, f, blocking, r, blocking.vectors, ahead=True) for r in counts}
+    # NOTE: reading 8-bit weights takes longer than multiplying a few rows, and a block that waits
+    # for memory is slower when it asks for more of it, by up to a fifth.
+    single = repeated
+    if f.codes == "int8":
+        single = {r: _block(module, f, blocking, r, blocking.vectors, ahead=False) for r in counts}
     wide = {
-        r: _block(module, f, blocking, r, n * PANEL_VECTORS)
+        r: _block(module, f, blocking, r, n * PANEL_VECTORS, ahead=False)
         for r, n in blocking.coded_panels.items()
     }
     e = new_function(module, f"linear_{f.name}", NUM_ARGS)
@@ -77,7 +85,7 @@ def coded_module(f: Format, blocking: Blocking) -> ir.Module:
         with many, e.loop(last, start=first) as p:
             panel, out = e.address(w, e.b.mul(p, panel_bytes)), e.address(y, e.times(p, ROW_BYTES))
             a = Operands(x, ldx, panel, i64(0), groups, out, i64(0), ldy)
-            _row_blocks(e, blocking, single, m, a)
+            _row_blocks(e, blocking, repeated, m, a)
     e.b.ret(i64(0))
     return module
 
@@ -109,12 +117,14 @@ def _outputs(e: Emit, block: ir.Function, a: Operands, count: int, blocking: Blo
 
 
 def _block(
-    module: ir.Module, f: Format, blocking: Blocking, rows: int, vectors: int
+    module: ir.Module, f: Format, blocking: Blocking, rows: int, vectors: int, *, ahead: bool
 ) -> ir.Function:
-    """block(*Operands): `rows` rows times 16 * `vectors` outputs."""
-    e = new_function(module, f"coded_{rows}_{vectors}", len(Operands._fields), private=True)
+    """block(*Operands): `rows` rows times 16 * `vectors` outputs; `ahead`: with prefetching."""
+    name = f"coded_{rows}_{vectors}{'_ahead' if ahead else ''}"
+    e = new_function(module, name, len(Operands._fields), private=True)
     a = Operands(*e.args)
-    is_held = f.codes == "uint4" and rows > 1 and blocking.holds_codes
+    is_held = f.codes == "uint4" and rows >= LEAST_HOLDING_ROWS and blocking.holds_codes
+    is_early = is_held or not ahead  # headers: waiting for them is hidden, but takes registers
     outputs = [
         vectors_of(e, e.address(a.y, e.times(a.ldy, r)), a.y_panel_stride, vectors)
         for r in range(rows)
@@ -123,17 +133,19 @@ def _block(
         e.store(splat(F32, 0.0), address)
     with e.loop(a.groups) as g:
         start = e.address(a.w, e.times(g, f.words * ROW_BYTES))
-        # NOTE: there is no prefetching here: it made a block that waits for memory slower.
         bases = vectors_of(e, start, a.panel_stride, vectors)
+        if ahead:
+            prefetch(e, f, bases, PREFETCH_BYTES)
         block, half = _place(e, f, g)
         inputs = [
             e.address(a.x, e.times(a.ldx, r), e.times(block, BLOCK_BYTES)) for r in range(rows)
         ]
-        headers = [emit_header(e, f, base) for base in bases]
+        headers = [emit_header(e, f, base) for base in bases] if is_early else []
         if is_held:
             wholes = _held_products(e, f, blocking, bases, inputs)
         else:
             wholes = _products(e, f, blocking, bases, inputs, half)
+        headers = headers or [emit_header(e, f, base) for base in bases]
         for r in range(rows):
             for v, header in enumerate(headers):
                 _add_group(e, wholes[r][v], header, inputs[r], outputs[r][v])

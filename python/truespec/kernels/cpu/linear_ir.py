@@ -259,6 +259,7 @@ def prefetch(e: Emit, f: Format, bases: list[ir.Value], ahead: int) -> None:
 
     A step reads wide weights in a circle larger than any cache: kept, they only drive others out.
     """
+    once = not f.is_coded
     for line in range(f.words):
         for base in bases:
-            e.prefetch(e.address(base, ahead + line * ROW_BYTES), once=True)
+            e.prefetch(e.address(base, ahead + line * ROW_BYTES), once=once)

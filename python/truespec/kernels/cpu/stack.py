@@ -159,7 +159,9 @@ class CpuStack(DecoderStack):
         for _, part in parts:
             positions, slots = part.positions, part.out_slots
             last = int(positions.max())
-            assert 0 <= int(positions.min()) <= last < most, f"position {last} of {most} rope positions"
+            assert 0 <= int(positions.min()) <= last < most, (
+                f"position {last} of {most} rope positions"
+            )
             is_inside = 0 <= int(slots.min()) <= int(slots.max()) < num_slots
             assert is_inside, f"slots {slots.tolist()} of {num_slots}"
         raise AssertionError("the rows are within reach")
