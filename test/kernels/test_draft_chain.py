@@ -2,103 +2,160 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 import torch
+from cpu_cases import Model, causal_rows, kernels, make_weight, normal, page_table
 from torch import Tensor
 
-from row_kernels import row_kernels
-from truespec.kernels.draft_chain import Confidence, Transition, tiled
-from truespec.kernels.rows import has_numba
-from truespec.layers.sampler import sample_draft, sample_draft_chains
+from truespec.kernels.api import DecoderStack, KernelSet
+from truespec.kernels.draft_chain import ChainRule, Chains, Confidence, Transition, tiled
+from truespec.kernels.reference import ReferenceKernels
+from truespec.layers.sampler import sample_draft
 
 VOCAB = 1823
-NUM_ROWS, NUM_STEPS = 3, 4
+NUM_CHAINS, NUM_STEPS, BLOCK = 3, 4, 6
+MODEL = Model(hidden=64, layers=1, inner=2048)  # enough work for two threads
+NORM = torch.ones(64)
+SETS = {"torch": lambda threads: ReferenceKernels(), "numba": lambda threads: kernels(threads)}
 
 
-@pytest.fixture(
-    params=[
-        "torch",
-        pytest.param("numba", marks=pytest.mark.skipif(not has_numba(), reason="no numba")),
-    ],
-    autouse=True,
-)
-def _kernels(request: pytest.FixtureRequest) -> Iterator[None]:
-    with row_kernels(request.param):
-        yield
+class Setting:
+    """A stack with a head on one kernel set, and the rule of its chains."""
+
+    def __init__(self, kernel_set: KernelSet, num_drafts: int, rank: int) -> None:
+        generator = torch.Generator().manual_seed(rank)
+        self.w2 = torch.randn(num_drafts, rank, generator=generator).to(torch.bfloat16)
+        self.head = kernel_set.linear(make_weight("F32", num_drafts, 64))
+        self.stack = kernel_set.decoder_stack(MODEL.weights(), MODEL.shape())
+        same = num_drafts == VOCAB
+        ids = torch.arange(num_drafts) * (1 if same else 2) + (0 if same else 1)
+        self.rule = ChainRule(
+            previous=torch.tensor([7, 8, 9]),
+            transition=Transition(torch.randn(VOCAB, rank, generator=generator), tiled(self.w2)),
+            temperature=torch.tensor([0.0, 1.0, 0.7]),
+            seed=torch.tensor([1, -2, 3]),
+            position=torch.tensor([5, 0, 9]),
+            target_ids=ids.to(torch.int32),
+        )
+
+    def base(self) -> tuple[Tensor, Tensor]:
+        """States [n, BLOCK, H] and logits [n, BLOCK, DV] without transitions."""
+        parts = self.stack.forward_to_logits(*self._rows(), final_norm=NORM, head=self.head)
+        hidden, logits = (part.view(NUM_CHAINS, BLOCK, -1) for part in parts)
+        return hidden, logits
+
+    def chains(self, rule: ChainRule, first_row: int = 1, num_steps: int = NUM_STEPS) -> Chains:
+        return self.stack.draft_chains(
+            *self._rows(),
+            final_norm=NORM,
+            head=self.head,
+            rule=rule,
+            first_row=first_row,
+            num_steps=num_steps,
+        )
+
+    def _rows(self) -> tuple[Tensor, object, object]:
+        table = page_table(NUM_CHAINS, 1)
+        rows = causal_rows(table, [(i, 0, BLOCK) for i in range(NUM_CHAINS)], 16)
+        return 4 * normal(NUM_CHAINS * BLOCK, 64), rows, MODEL.pool(NUM_CHAINS)
 
 
-def _inputs(num_drafts: int, rank: int) -> tuple[Tensor, Tensor, Transition, dict[str, Tensor]]:
-    """Logits, W2 [DV, r], the transition that holds it, and what the draws depend on."""
-    generator = torch.Generator().manual_seed(rank)
-    logits = torch.randn(NUM_ROWS, NUM_STEPS, num_drafts, generator=generator)
-    w1 = torch.randn(VOCAB, rank, generator=generator)
-    w2 = torch.randn(num_drafts, rank, generator=generator).to(torch.bfloat16)
-    keys = {
-        "temperature": torch.tensor([0.0, 1.0, 0.7]),
-        "seed": torch.tensor([1, -2, 3]),
-        "position": torch.tensor([5, 0, 9]),
-    }
-    return logits, w2, Transition(w1, tiled(w2)), keys
-
-
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("name", SETS)
 @pytest.mark.parametrize(("num_drafts", "rank"), [(VOCAB, 8), (700, 7), (5, 1)])
 @pytest.mark.parametrize("domain", [0, 1])
-def test_a_chain_equals_choices_on_biased_logits(num_drafts: int, rank: int, domain: int) -> None:
-    logits, w2, transition, keys = _inputs(num_drafts, rank)
-    target_ids = None if num_drafts == VOCAB else torch.arange(num_drafts) * 2 + 1
-    previous = torch.tensor([7, 8, 9])
-    biased = logits.clone()
-    token_ids, logprobs, _ = sample_draft_chains(
-        biased, previous, transition, **keys, target_ids=target_ids, domain=domain
-    )
+def test_a_chain_equals_choices_on_biased_logits(
+    name: str, threads: int, num_drafts: int, rank: int, domain: int
+) -> None:
+    setting = Setting(SETS[name](threads), num_drafts, rank)
+    rule = replace(setting.rule, domain=domain)
+    _, base = setting.base()
+    biased, token_ids, logprobs, confidences = setting.chains(rule)
+    assert confidences is None
+    assert token_ids.shape == logprobs.shape == (NUM_CHAINS, NUM_STEPS)
+    previous = rule.previous
     for step in range(NUM_STEPS):
-        exact = logits[:, step].double() + transition.w1[previous].double() @ w2.T.double()
+        bias = rule.transition.w1[previous].double() @ setting.w2.T.double()
+        exact = base[:, 1 + step].double() + bias
         torch.testing.assert_close(biased[:, step].double(), exact, rtol=1e-5, atol=1e-4)
-        at = keys | {"position": keys["position"] + step}
-        expected = sample_draft(exact.float(), **at, target_ids=target_ids, domain=domain)
+        expected = sample_draft(
+            exact.float(),
+            temperature=rule.temperature,
+            seed=rule.seed,
+            position=rule.position + step,
+            target_ids=rule.target_ids.long(),
+            domain=domain,
+        )
         previous = token_ids[:, step]
         assert torch.equal(previous, expected[0])
         torch.testing.assert_close(logprobs[:, step], expected[1], rtol=1e-5, atol=1e-4)
+    assert len({tuple(ids) for ids in token_ids.tolist()}) == NUM_CHAINS
+    assert torch.equal(rule.previous, torch.tensor([7, 8, 9]))
 
 
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("name", SETS)
 @pytest.mark.parametrize("sees_previous", [True, False])
-def test_confidences_are_those_of_the_states_and_the_tokens_before(sees_previous: bool) -> None:
-    rank, width = 7, 18
-    logits, _, transition, keys = _inputs(VOCAB, rank)
+def test_confidences_are_those_of_the_states_and_the_tokens_before(
+    name: str, threads: int, sees_previous: bool
+) -> None:
+    rank, width = 7, 64
+    setting = Setting(SETS[name](threads), VOCAB, rank)
     generator = torch.Generator().manual_seed(1)
+    size = width + rank if sees_previous else width
     confidence = Confidence(
-        weight=torch.randn(width + rank if sees_previous else width, generator=generator),
+        weight=torch.randn(size, generator=generator) / 8,
         bias=torch.tensor([0.3]),
         temperatures=torch.tensor([1.0, 0.5, 2.0, 1.5, 9.0]),
-        hidden=torch.randn(NUM_ROWS, NUM_STEPS, width, generator=generator),
     )
-    anchors = torch.tensor([7, 8, 9])
-    found = sample_draft_chains(logits, anchors, transition, **keys, confidence=confidence)
-    before = torch.cat([anchors.unsqueeze(1), found.token_ids[:, :-1]], dim=1)
-    z = torch.cat([confidence.hidden, transition.w1[before]], dim=2)[..., : len(confidence.weight)]
+    hidden, _ = setting.base()
+    rule = replace(setting.rule, confidence=confidence)
+    found = setting.chains(rule)
+    before = torch.cat([rule.previous.unsqueeze(1), found.token_ids[:, :-1]], dim=1)
+    states = hidden[:, 1 : 1 + NUM_STEPS]
+    z = torch.cat([states, rule.transition.w1[before]], dim=2)[..., :size]
     score = z.double() @ confidence.weight.double() + confidence.bias
     expected = torch.sigmoid(score / confidence.temperatures[:NUM_STEPS])
     assert found.confidences is not None
     torch.testing.assert_close(found.confidences.double(), expected, rtol=1e-5, atol=1e-6)
+    assert found.confidences.std() > 0.1
 
 
-def test_a_chain_goes_on_behind_a_row_with_nan() -> None:
-    logits, _, transition, keys = _inputs(VOCAB, 4)
-    logits[1, 2, 100] = torch.nan
-    token_ids, logprobs, _ = sample_draft_chains(
-        logits, torch.zeros(NUM_ROWS, dtype=torch.int64), transition, **keys
+@pytest.mark.parametrize("name", SETS)
+def test_a_chain_goes_on_behind_a_row_with_nan(name: str) -> None:
+    setting = Setting(SETS[name](2), VOCAB, 4)
+    rule = setting.rule
+    rule.transition.w1[rule.previous[1]] = torch.nan
+    _, token_ids, logprobs, _ = setting.chains(rule)
+    assert token_ids[1, 0] == 0
+    assert logprobs[1, 0] == -torch.inf
+    assert logprobs[1, 1].isfinite()
+    assert logprobs[[0, 2]].isfinite().all()
+
+
+@pytest.mark.parametrize("first_row", [0, 2])
+def test_the_same_bits_on_one_thread_and_on_two(first_row: int) -> None:
+    one, two = (
+        Setting(kernels(threads), 900, 8).chains(Setting(kernels(1), 900, 8).rule, first_row)
+        for threads in (1, 2)
     )
-    assert token_ids[1, 2] == 0
-    assert logprobs[1, 2] == -torch.inf
-    assert logprobs.isfinite().sum() == NUM_ROWS * NUM_STEPS - 1
+    for a, b in zip(one[:3], two[:3], strict=True):
+        assert torch.equal(a, b)
 
 
-def test_no_chains_give_empty_results() -> None:
-    logits, _, transition, keys = _inputs(VOCAB, 4)
-    none = {name: key[:0] for name, key in keys.items()}
-    token_ids, logprobs, _ = sample_draft_chains(
-        logits[:0], torch.zeros(0, dtype=torch.int64), transition, **none
+def test_the_compiled_call_is_its_parts() -> None:
+    setting = Setting(kernels(2), 900, 8)
+    ours = setting.chains(setting.rule)
+    composed = DecoderStack.draft_chains(
+        setting.stack,
+        *setting._rows(),
+        final_norm=NORM,
+        head=setting.head,
+        rule=setting.rule,
+        first_row=1,
+        num_steps=NUM_STEPS,
     )
-    assert token_ids.shape == logprobs.shape == (0, NUM_STEPS)
+    assert torch.equal(ours.token_ids, composed.token_ids)
+    torch.testing.assert_close(ours.logits, composed.logits, rtol=1e-5, atol=1e-4)

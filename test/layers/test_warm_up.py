@@ -5,12 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from truespec.kernels.draft_chain import Confidence, Transition, tiled
 from truespec.kernels.rows import has_numba
 from truespec.layers.sampler import (
     sample,
     sample_draft,
-    sample_draft_chains,
     sampling_rows,
     top_k_draft,
 )
@@ -21,13 +19,12 @@ from truespec.params import LogprobParams, SamplingParams
 
 @pytest.mark.skipif(not has_numba(), reason="numba is not installed")
 def test_no_kernel_is_compiled_after_the_warm_up() -> None:
-    from truespec.kernels.draft_chain_numba import chain_rows
     from truespec.kernels.logprob_numba import logprob_slots
     from truespec.kernels.sampling_draft_numba import draft_rows, top_k_draft_rows
     from truespec.kernels.sampling_numba import sample_rows
 
     compile_row_kernels()
-    kernels = (sample_rows, draft_rows, top_k_draft_rows, chain_rows, logprob_slots)
+    kernels = (sample_rows, draft_rows, top_k_draft_rows, logprob_slots)
     before = [len(kernel.signatures) for kernel in kernels]
     for dtype in (torch.float32, torch.bfloat16):
         logits = torch.randn(6, 200).to(dtype)[:, :150]
@@ -36,19 +33,6 @@ def test_no_kernel_is_compiled_after_the_warm_up() -> None:
         keys = {"temperature": rows.temperature, "seed": rows.seed, "position": rows.position}
         sampled = sample(logits, rows, 120)
         sample_draft(logits, **keys, target_ids=torch.arange(150) * 2)
-        transition = Transition(torch.randn(120, 3), tiled(torch.randn(50, 3).to(torch.bfloat16)))
-        base, anchors = torch.randn(6, 4, 50), torch.arange(6)
-        sure = Confidence(torch.ones(10), torch.ones(1), torch.ones(4), torch.ones(6, 4, 7))
-        for confidence in (None, sure):
-            sample_draft_chains(
-                base,
-                anchors,
-                transition,
-                **keys,
-                target_ids=torch.arange(50),
-                domain=1,
-                confidence=confidence,
-            )
         top_k_draft(logits[::2], 4, **{name: key[::2] for name, key in keys.items()})
         wishes = [None, LogprobParams(top_k=9, token_ids=(1, 2), modes=("raw", "processed"))]
         processed = ProcessedRows(logits, rows.temperature, sampled.keep_threshold, sampled.tie_id)

@@ -11,6 +11,8 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from .draft_chain import ChainRule, Chains, choose_chains
+
 
 @dataclass(frozen=True, slots=True)
 class Weight:
@@ -201,6 +203,35 @@ class DecoderStack(ABC):
             self.write_context(context, kv)
         hidden, _ = self.forward(x, rows, kv, final_norm=final_norm)
         return hidden, head(hidden)
+
+    def draft_chains(
+        self,
+        x: Tensor,
+        rows: AttentionRows,
+        kv: KVBuffers,
+        *,
+        final_norm: Tensor,
+        head: PackedLinear,
+        rule: ChainRule,
+        first_row: int,
+        num_steps: int,
+        context: ContextRows | None = None,
+    ) -> Chains:
+        """`forward_to_logits`, then drafts from them, which a kernel set may run as one call.
+
+        Args:
+            rows: n blocks of as many rows each, one per chain of `rule`.
+            first_row: the row of a block that gives its first draft; the next ones follow.
+            num_steps: drafts per chain.
+        """
+        parts = self.forward_to_logits(
+            x, rows, kv, final_norm=final_norm, head=head, context=context
+        )
+        num_chains, end = len(rule.previous), first_row + num_steps
+        hidden, logits = (
+            part.view(num_chains, -1, part.shape[1])[:, first_row:end] for part in parts
+        )
+        return choose_chains(logits, hidden, rule)
 
 
 class KernelSet(ABC):

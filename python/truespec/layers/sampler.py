@@ -13,7 +13,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from truespec.kernels.draft_chain import Chains, Confidence, Transition, choose_chains
 from truespec.kernels.noise import signed64
 from truespec.kernels.sampling import choose_tokens
 from truespec.kernels.sampling_draft import choose_drafts, choose_top_k_drafts
@@ -119,30 +118,6 @@ def sample_draft(
         A row with a NaN proposes its first id with logprob -inf.
     """
     return choose_drafts(logits, temperature, seed, position, target_ids, domain)
-
-
-def sample_draft_chains(
-    logits: Tensor,
-    previous: Tensor,
-    transition: Transition,
-    *,
-    temperature: Tensor,
-    seed: Tensor,
-    position: Tensor,
-    target_ids: Tensor | None = None,
-    domain: int = 0,
-    confidence: Confidence | None = None,
-) -> Chains:
-    """`sample_draft` step by step, each with the transition's bias from the draft before.
-
-    Args:
-        logits: [n, k, DV] fp32, contiguous; the biases are added in place.
-        previous: [n] int64 target ids before the first draft. position: [n] of the first draft.
-        confidence: what tells how sure each draft is, `None` leaves that out.
-    """
-    return choose_chains(
-        logits, previous, transition, temperature, seed, position, target_ids, domain, confidence
-    )
 
 
 def top_k_draft(

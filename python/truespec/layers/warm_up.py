@@ -7,11 +7,10 @@ from __future__ import annotations
 
 import torch
 
-from truespec.kernels.draft_chain import Confidence, Transition, tiled
 from truespec.kernels.paths import follow_paths
 from truespec.params import LOGPROB_MODES, LogprobParams, SamplingParams
 
-from .sampler import sample, sample_draft, sample_draft_chains, sampling_rows, top_k_draft
+from .sampler import sample, sample_draft, sampling_rows, top_k_draft
 from .utils.logprob import ProcessedRows, compute_spec_v2_logprobs, logprob_spec
 
 _VOCAB_SIZE = 8
@@ -30,16 +29,6 @@ def compile_row_kernels() -> None:
     temperature, seed, position = rows.temperature, rows.seed, rows.position
     sample_draft(logits, temperature=temperature, seed=seed, position=position)
     top_k_draft(logits, 1, temperature=temperature, seed=seed, position=position)
-    one = torch.ones(1)
-    sample_draft_chains(
-        logits.unsqueeze(0),
-        torch.zeros(1, dtype=torch.int64),
-        Transition(logits.T, tiled(logits.T.to(torch.bfloat16))),
-        temperature=temperature,
-        seed=seed,
-        position=position,
-        confidence=Confidence(torch.ones(2), one, one, one.view(1, 1, 1)),
-    )
     ids, row_index, num_tokens, _ = follow_paths(
         torch.zeros(1, dtype=torch.int64),
         torch.full((1,), -1),

@@ -10,6 +10,7 @@ from abc import abstractmethod
 from itertools import accumulate
 from operator import mul
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -29,8 +30,24 @@ from truespec.speculative.contract import Draft
 from truespec.speculative.drafter_worker import DrafterWorker, Drafting, draft_weight_type
 
 
+class Blocks(NamedTuple):
+    """The block pass of a step.
+
+    Attributes:
+        anchors: [n] int64 last known tokens.
+        rows: of the blocks.
+        context: what the draft KV lacks before them.
+        num_steps: k, the longest draft wanted.
+    """
+
+    anchors: Tensor
+    rows: AttentionRows
+    context: ContextRows | None
+    num_steps: int
+
+
 class BlockWorker(DrafterWorker):
-    """Drafts a block per request in one pass, then chooses its tokens (`choose`)."""
+    """Drafts a block per request in one pass (`draft_blocks`)."""
 
     options = frozenset({"speculative_num_draft_tokens", "speculative_accept"})
 
@@ -59,15 +76,10 @@ class BlockWorker(DrafterWorker):
         return load_block_drafter(path, target, weight_type=draft_weight_type(config, target))
 
     @abstractmethod
-    def choose(
-        self, hidden: Tensor, logits: Tensor, anchors: Tensor, rows: SamplingRows
-    ) -> ChainDrafts:
-        """Tokens of the blocks.
+    def draft_blocks(self, blocks: Blocks, rows: SamplingRows) -> ChainDrafts:
+        """Run the blocks and choose their tokens.
 
         Args:
-            hidden: [n, k, H] the block rows that draft, k the longest draft wanted.
-            logits: [n, k, DV] what the head makes of them, may be modified.
-            anchors: [n] int64 last known tokens.
             rows: parameters of the first drafts, [n].
         """
 
@@ -90,20 +102,25 @@ class BlockWorker(DrafterWorker):
         longest = max(drafting.counts)
         roots = [chunk.req.last_token_id for chunk in drafting.chunks]
         anchors = torch.from_numpy(np.array(roots, np.int64))
-        first = 1 if self.drafter.config.skip_first_row else 0
         # Rows that nobody wants cost more than the little that the others gain by seeing them.
         wanted = self.drafter.config.num_drafts if self.planner.costs is None else longest
-        rows = self._block_rows(drafting.chunks, first + wanted)
+        rows = self._block_rows(drafting.chunks, self.drafter.first_row + wanted)
         context = None if drafting.fresh is None else self._context(drafting.fresh)
-        made = self.drafter.run(anchors, rows, self.draft_kv, context)
-        hidden, logits = (values[:, first : first + longest].contiguous() for values in made)
-        drafts = self.choose(hidden, logits, anchors, self.sampler.rows(drafting.chunks))
+        blocks = Blocks(anchors, rows, context, longest)
+        drafts = self.draft_blocks(blocks, self.sampler.rows(drafting.chunks))
         if drafts.confidences is not None:
-            kept = zip(drafting.chunks, drafts.confidences, drafting.counts, strict=True)
-            for chunk, values, count in kept:
+            made = zip(drafting.chunks, drafts.confidences, drafting.counts, strict=True)
+            for chunk, values, count in made:
                 self.planner.expect(chunk.req.rid, values[:count])
         lengths = self.lengths(drafting.counts, drafts, drafting.other_rows)
         return draft_of_chains(drafting.batch, drafting.places, lengths, drafts)
+
+    def run(self, blocks: Blocks) -> tuple[Tensor, Tensor]:
+        """[n, k, H] states of the rows that draft, [n, k, DV] logits of them."""
+        made = self.drafter.run(blocks.anchors, blocks.rows, self.draft_kv, blocks.context)
+        first, end = self.drafter.first_row, self.drafter.first_row + blocks.num_steps
+        hidden, logits = (part[:, first:end].contiguous() for part in made)
+        return hidden, logits
 
     def extend_rows(self, fresh: FreshRows) -> None:
         self.drafter.stack.write_context(self._context(fresh), self.draft_kv)

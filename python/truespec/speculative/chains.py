@@ -13,12 +13,12 @@ import torch
 from torch import Tensor
 
 from truespec.batch import Batch, ReqChunk
-from truespec.kernels.draft_chain import Confidence, Transition
+from truespec.kernels.draft_chain import ChainRule, Chains, Confidence, Transition
 from truespec.kernels.noise import DOMAIN_DRAFT
+from truespec.kernels.sampling_draft import int32_ids
 from truespec.layers.sampler import (
     SamplingRows,
     sample_draft,
-    sample_draft_chains,
     sampling_rows,
 )
 from truespec.speculative.base import chain_draft
@@ -85,37 +85,37 @@ class DraftSampler:
         )
         return DraftStep(token_ids, logprobs, self._over_target(logits))
 
-    def choose_chains(
+    def chain_rule(
         self,
-        logits: Tensor,
         rows: SamplingRows,
         transition: Transition,
         previous: Tensor,
         confidence: Confidence | None,
-    ) -> ChainDrafts:
-        """k drafts per row of [n, k, DV] fp32 draft logits, each biased by the one before.
+    ) -> ChainRule:
+        """How drafts that bias the next one are chosen.
 
         Args:
-            logits: contiguous, modified.
             previous: [n] int64 target ids before the first drafts.
             confidence: what tells how sure they are, if anything does.
         """
-        chains = sample_draft_chains(
-            logits,
+        return ChainRule(
             previous,
             transition,
-            temperature=rows.temperature,
-            seed=rows.seed,
-            position=rows.position,
-            target_ids=self.target_ids,
-            domain=self._domain,
-            confidence=confidence,
+            rows.temperature,
+            rows.seed,
+            rows.position,
+            int32_ids(self.vocab_size, self.target_ids),
+            self._domain,
+            confidence,
         )
+
+    def drafts_of(self, chains: Chains) -> ChainDrafts:
+        """Chains that were drawn by such a rule."""
         return ChainDrafts(
             chains.token_ids.tolist(),
             chains.logprobs.tolist(),
             None if chains.confidences is None else chains.confidences.tolist(),
-            self._over_target(logits),
+            self._over_target(chains.logits),
         )
 
     @property

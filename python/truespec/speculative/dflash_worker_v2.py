@@ -4,13 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from torch import Tensor
-
 from truespec.config import EngineConfig
 from truespec.layers.sampler import SamplingRows
 from truespec.models.drafters.block import BlockDrafter
 from truespec.models.llama import CausalLM
-from truespec.speculative.block_worker import BlockWorker
+from truespec.speculative.block_worker import Blocks, BlockWorker
 from truespec.speculative.chains import ChainDrafts, stack_steps
 
 
@@ -24,9 +22,8 @@ class DFlashWorker(BlockWorker):
             raise ValueError(f"the drafter {path.name} has a Markov head: run it as DSPARK")
         return drafter
 
-    def choose(
-        self, hidden: Tensor, logits: Tensor, anchors: Tensor, rows: SamplingRows
-    ) -> ChainDrafts:
+    def draft_blocks(self, blocks: Blocks, rows: SamplingRows) -> ChainDrafts:
+        _, logits = self.run(blocks)
         return stack_steps(
             [self.sampler.choose(logits[:, step], rows, step) for step in range(logits.shape[1])]
         )

@@ -18,7 +18,7 @@ from truespec.layers.sampler import SamplingRows
 from truespec.models.drafters.block import BlockDrafter, load_block_drafter
 from truespec.models.drafters.heads import VanillaMarkov
 from truespec.models.llama import CausalLM
-from truespec.speculative.block_worker import BlockWorker
+from truespec.speculative.block_worker import Blocks, BlockWorker
 from truespec.speculative.chains import ChainDrafts, stack_steps
 from truespec.speculative.drafter_worker import draft_weight_type
 
@@ -47,14 +47,17 @@ class DSparkWorker(BlockWorker):
             )
         return drafter
 
-    def choose(
-        self, hidden: Tensor, logits: Tensor, anchors: Tensor, rows: SamplingRows
-    ) -> ChainDrafts:
+    def draft_blocks(self, blocks: Blocks, rows: SamplingRows) -> ChainDrafts:
         markov, confidence = self.drafter.markov, self.drafter.confidence
         if isinstance(markov, VanillaMarkov) and markov.transition is not None:
-            sure = None if confidence is None else confidence.in_chain(hidden)
-            return self.sampler.choose_chains(logits, rows, markov.transition, anchors, sure)
-        return self._choose_in_turn(logits, hidden, anchors, rows)
+            sure = None if confidence is None else confidence.in_chain
+            rule = self.sampler.chain_rule(rows, markov.transition, blocks.anchors, sure)
+            chains = self.drafter.run_chains(
+                blocks.rows, self.draft_kv, blocks.context, rule, blocks.num_steps
+            )
+            return self.sampler.drafts_of(chains)
+        hidden, logits = self.run(blocks)
+        return self._choose_in_turn(logits, hidden, blocks.anchors, rows)
 
     def _choose_in_turn(
         self, base: Tensor, hidden: Tensor, anchors: Tensor, rows: SamplingRows

@@ -1,6 +1,6 @@
 """From LLVM IR to addresses of machine code, kept on disk.
 
-The key of a cached object is this package's source with the CPU and the compiler's version, so a
+The key of a cached object is the kernels' source with the CPU and the compiler's version, so a
 changed kernel or another machine never finds a stale one.
 """
 
@@ -45,9 +45,10 @@ def host_cpu() -> Cpu:
 
 
 def code_version(cpu: Cpu) -> str:
-    """Changes with this package's source, the compilers and the CPU."""
+    """Changes with the kernels' source, the compilers and the CPU."""
     digest = hashlib.sha256()
-    for path in sorted(Path(__file__).parent.glob("*.py")):
+    package = Path(__file__).parent
+    for path in sorted([*package.glob("*.py"), *package.parent.glob("*.py")]):
         digest.update(path.read_bytes())
     for text in (numba.__version__, llvmlite.__version__, cpu.name, cpu.features):
         digest.update(text.encode() + b"\0")

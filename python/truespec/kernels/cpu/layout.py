@@ -16,7 +16,7 @@ INPUT_NORM, Q_NORM, K_NORM, POST_NORM = range(7 * LINEAR_FIELDS, 7 * LINEAR_FIEL
 LAYER_FIELDS = POST_NORM + 1
 
 # One step of a stack. Row strides are in floats, "bytes" fields in bytes.
-STEP_FIELDS = 86
+STEP_FIELDS = 110
 (
     # functions
     BARRIER, FETCH_ADD, RMS_NORM, ROTATE_HEAD, ADD_ROWS, SILU_MUL, TO_FIXED,
@@ -44,6 +44,13 @@ STEP_FIELDS = 86
     CONTEXT, CONTEXT_STRIDE, PROJECTION, CONTEXT_NORM,
     # around a stack's layers, 0 for none: record of a context to write first, head and its output
     BEFORE, HEAD, HEAD_FIXED, LOGITS, LOGITS_STRIDE,
+    # chains of drafts: their function or 0 and where logits are; sizes; what each draft depends on
+    CHAINS, BLOCK_ROWS, FIRST_DRAFT_ROW, NUM_STEPS, NUM_DRAFT_IDS, NUM_TARGET_IDS,
+    W1, W2, RANK, NUM_TILES, TILE_COLUMNS,
+    LAST_IDS, TARGET_IDS, TEMPERATURES, SEEDS, DRAFT_POSITIONS, DOMAIN,
+    CONFIDENCE, CONFIDENCE_SIZE, CONFIDENCE_BIAS, CONFIDENCE_TEMPERATURES,
+    # their output
+    DRAFT_IDS, LOGPROBS, CONFIDENCES,
     # which allocation of the shared buffers the record points at
     BUFFERS,
 ) = range(STEP_FIELDS)  # fmt: skip

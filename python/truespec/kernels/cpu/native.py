@@ -7,13 +7,14 @@ code: the reference counts of shared arrays would bounce between cores.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import llvmlite.ir as ir
-from numba import njit, types
+from numba import carray, njit, types  # type: ignore[attr-defined]  # public all the same
 from numba.core.base import BaseContext
 from numba.core.typing.templates import Signature
 from numba.extending import intrinsic
+from numpy.typing import NDArray
 
 _Function = TypeVar("_Function", bound=Callable[..., object])
 
@@ -56,11 +57,21 @@ if TYPE_CHECKING:
     def int32s(address: int) -> Ints:
         """The int32 array at an address."""
 
+    def int16s(address: int) -> Ints:
+        """The int16 array at an address."""
+
+    def float32s(address: int) -> Ints:
+        """The fp32 array at an address."""
+
+    def array(values: Ints, shape: int | tuple[int, ...]) -> NDArray[Any]:
+        """The array view of numbers in memory."""
+
     def call(function: int, args: tuple[int, ...]) -> int:
         """Call a kernel with i64 arguments."""
 
 else:
     compiled = njit
+    array = carray
 
     @intrinsic
     def int64s(typing_context, address):
@@ -71,6 +82,16 @@ else:
     def int32s(typing_context, address):
         """The int32 array at an address."""
         return types.CPointer(types.int32)(types.int64), _as_pointer
+
+    @intrinsic
+    def int16s(typing_context, address):
+        """The int16 array at an address."""
+        return types.CPointer(types.int16)(types.int64), _as_pointer
+
+    @intrinsic
+    def float32s(typing_context, address):
+        """The fp32 array at an address."""
+        return types.CPointer(types.float32)(types.int64), _as_pointer
 
     @intrinsic
     def call(typing_context, function, args):

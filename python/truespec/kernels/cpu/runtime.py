@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ctypes
 import ctypes.util
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
@@ -15,12 +16,14 @@ import torch
 from numba import types
 from numba.core import config as numba_config
 from numba.core.ccallback import CFunc
+from numba.core.typing.templates import Signature
 from torch import Tensor
 
 from . import step
 from .arena import Arena
 from .attention_ir import ATTENTION_FUNCTIONS, KVType, attention_module
 from .blocking import choose_blocking
+from .chain_step import draft_chains
 from .coded_ir import coded_module
 from .compile import Compiler, Cpu, Progress
 from .formats import PANEL, WORD_BYTES, Format
@@ -37,7 +40,8 @@ ENTRIES = {
     "normalise": step.normalise,
     "move_slots": step.move_slots,
 }
-ENTRY_TYPE = types.int64(types.int64, types.int64, types.int64)
+ENTRY_TYPE = types.int64(*[types.int64] * 3)
+CHAINS_TYPE = types.int64(*[types.int64] * 4)
 WORK_PER_THREAD = 1_000_000  # multiply-adds: below, waking a thread costs more than it saves
 
 
@@ -55,6 +59,7 @@ class Runtime:
         self.rows = self._compiler.load("rows", rows_module, list(ROW_FUNCTIONS))
         self.sync = self._compiler.load("sync", sync_module, list(SYNC_FUNCTIONS))
         self._compiled = [self._entry(name) for name in ENTRIES]  # keeps the code
+        self._chains: CFunc | None = None
         self._entries = dict(zip(ENTRIES, map(_address, self._compiled), strict=True))
         self.give_way = _sched_yield()
         self.arena = Arena()
@@ -81,6 +86,13 @@ class Runtime:
             self._attention[kv] = self._compiler.load(f"attention_{kv}", build, functions)
         return self._attention[kv]
 
+    @property
+    def chains_function(self) -> int:
+        """Address of what chooses chains of drafts; it takes its time to compile."""
+        if self._chains is None:
+            self._chains = self._compiled_python("draft_chains", draft_chains, CHAINS_TYPE)
+        return _address(self._chains)
+
     def reserve_scratch(self, num_bytes: int) -> None:
         """Make sure that every thread has at least `num_bytes` of scratch."""
         self._scratch_bytes = max(self._scratch_bytes, -(-num_bytes // 4096) * 4096)
@@ -102,15 +114,16 @@ class Runtime:
         )
 
     def _entry(self, name: str) -> CFunc:
-        """Compile a function of step.py or load it from disk."""
+        return self._compiled_python(name, ENTRIES[name], ENTRY_TYPE)
+
+    def _compiled_python(self, name: str, function: Callable[..., int], kind: Signature) -> CFunc:
+        """Compile a function or load it from disk."""
         configured = numba_config.CACHE_DIR  # type: ignore[attr-defined]  # set at import
         numba_config.CACHE_DIR = str(self._compiler.directory)  # type: ignore[attr-defined]
         try:
-            if not any(self._compiler.directory.glob(f"*/step.{name}-*.nbc")):
+            if not any(self._compiler.directory.glob(f"*/*.{name}-*.nbc")):
                 self._compiler.progress(f"compiling {name}, once per machine")
-            compiled: CFunc = numba.cfunc(ENTRY_TYPE, cache=True, error_model="numpy")(
-                ENTRIES[name]
-            )
+            compiled: CFunc = numba.cfunc(kind, cache=True, error_model="numpy")(function)
         finally:
             numba_config.CACHE_DIR = configured  # type: ignore[attr-defined]
         return compiled

@@ -77,6 +77,13 @@ def fill_pool(runtime: Runtime, record: Tensor, kv: KVBuffers) -> None:
     f[at.BLOCK_BYTES] = head_dim * 16 * kv.k.element_size()
 
 
+def address_of(tensor: Tensor, dtype: torch.dtype) -> int:
+    """Of a tensor as compiled code reads it."""
+    assert tensor.dtype == dtype, (tensor.dtype, dtype)
+    assert tensor.is_contiguous(), tensor.stride()
+    return tensor.data_ptr()
+
+
 def float_bits(value: float) -> int:
     """The bits of a number in fp32."""
     bits: int = struct.unpack("<I", struct.pack("<f", value))[0]

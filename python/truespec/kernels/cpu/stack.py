@@ -16,15 +16,17 @@ from truespec.kernels.api import (
     PackedLinear,
     StackShape,
 )
+from truespec.kernels.draft_chain import ChainRule, Chains
 
 from . import layout as at
 from .attention_step import attention_scratch_bytes
 from .buffers import StepBuffers, pad
+from .chains import fill_chains
 from .formats import PANEL
 from .linear import CpuLinear, describe, padded_vector
 from .pack import PackedWeight, pack
 from .runtime import Runtime
-from .small import fill_pool, float_bits, padded
+from .small import address_of, fill_pool, float_bits, padded
 
 _Part = tuple[Tensor, AttentionRows | ContextRows]  # a record and the rows it is about
 
@@ -71,7 +73,7 @@ class CpuStack(DecoderStack):
         captured = torch.empty(m, len(capture) * hidden) if capture else None
         kept = self._fill_first_input(first_input)
         self._fill_captured(capture, captured)
-        self._fields[at.HEAD] = 0
+        self._fields[at.HEAD] = self._fields[at.CHAINS] = 0
         out = self._forward(x, rows, kv, final_norm)
         del kept  # NOTE: everything the record points at lives until here
         return out, captured
@@ -97,6 +99,47 @@ class CpuStack(DecoderStack):
     ) -> tuple[Tensor, Tensor]:
         """See `DecoderStack`."""
         assert isinstance(head, CpuLinear), type(head)
+        self._fields[at.CHAINS] = 0
+        hidden, logits = self._with_head(x, rows, kv, final_norm, head, context)
+        return hidden, head.without_padding(logits)
+
+    def draft_chains(
+        self,
+        x: Tensor,
+        rows: AttentionRows,
+        kv: KVBuffers,
+        *,
+        final_norm: Tensor,
+        head: PackedLinear,
+        rule: ChainRule,
+        first_row: int,
+        num_steps: int,
+        context: ContextRows | None = None,
+    ) -> Chains:
+        """See `DecoderStack`."""
+        assert isinstance(head, CpuLinear), type(head)
+        f, num_ids = self._fields, head.shape[0]
+        num_chains = rule.previous.shape[0]
+        size = x.shape[0] // max(num_chains, 1)
+        f[at.CHAINS] = self._runtime.chains_function
+        f[at.BLOCK_ROWS], f[at.FIRST_DRAFT_ROW], f[at.NUM_STEPS] = size, first_row, num_steps
+        f[at.NUM_DRAFT_IDS] = num_ids
+        last, made = fill_chains(f, rule, num_steps)
+        _, logits = self._with_head(x, rows, kv, final_norm, head, context)
+        del last
+        drawn = logits.view(num_chains, size, -1)[:, first_row : first_row + num_steps, :num_ids]
+        return Chains(drawn, *made)
+
+    def _with_head(
+        self,
+        x: Tensor,
+        rows: AttentionRows,
+        kv: KVBuffers,
+        final_norm: Tensor,
+        head: CpuLinear,
+        context: ContextRows | None,
+    ) -> tuple[Tensor, Tensor]:
+        """Normed rows, and logits with the padding of the head."""
         f, m = self._fields, x.shape[0]
         self._fill_first_input(None)
         self._fill_captured((), None)
@@ -104,9 +147,9 @@ class CpuStack(DecoderStack):
         fixed = torch.empty(m, f[at.HIDDEN_STRIDE]) if head.is_coded else logits
         f[at.HEAD], f[at.HEAD_FIXED] = head.fields.data_ptr(), fixed.data_ptr()
         f[at.LOGITS], f[at.LOGITS_STRIDE] = logits.data_ptr(), head.padded_n
-        out = self._forward(x, rows, kv, final_norm, context)
+        hidden = self._forward(x, rows, kv, final_norm, context)
         del fixed
-        return out, head.without_padding(logits)
+        return hidden, logits
 
     def _forward(
         self,
@@ -146,8 +189,8 @@ class CpuStack(DecoderStack):
         scratch = runtime.scratch()
         for (record, part), m in zip(parts, num_rows, strict=True):
             f = record.numpy()
-            f[at.NUM_ROWS], f[at.POSITIONS] = m, _address(part.positions, torch.int32)
-            f[at.OUT_SLOTS] = _address(part.out_slots, torch.int64)
+            f[at.NUM_ROWS], f[at.POSITIONS] = m, address_of(part.positions, torch.int32)
+            f[at.OUT_SLOTS] = address_of(part.out_slots, torch.int64)
             f[at.SCRATCH], f[at.SCRATCH_BYTES] = scratch
             self._buffers.fill(f)
         if runtime.run(entry, parts[0][0], sum(num_rows) * self._work_per_row) != at.DONE:
@@ -227,14 +270,14 @@ class CpuStack(DecoderStack):
     def _fill_rows(self, rows: AttentionRows) -> None:
         """Whose rows they are, what they see and where it lies."""
         f = self._fields
-        f[at.ROW_TO_REQ] = _address(rows.row_to_req, torch.int32)
-        f[at.KV_LENS] = _address(rows.kv_lens, torch.int32)
-        f[at.PAGE_TABLE] = _address(rows.page_table, torch.int32)
+        f[at.ROW_TO_REQ] = address_of(rows.row_to_req, torch.int32)
+        f[at.KV_LENS] = address_of(rows.kv_lens, torch.int32)
+        f[at.PAGE_TABLE] = address_of(rows.page_table, torch.int32)
         f[at.PAGE_TABLE_STRIDE] = rows.page_table.shape[1]
         f[at.TAIL_STARTS] = f[at.TAIL_SLOTS] = f[at.TAIL_STRIDE] = 0
         if rows.tail_starts is not None and rows.tail_slots is not None:
-            f[at.TAIL_STARTS] = _address(rows.tail_starts, torch.int32)
-            f[at.TAIL_SLOTS] = _address(rows.tail_slots, torch.int64)
+            f[at.TAIL_STARTS] = address_of(rows.tail_starts, torch.int32)
+            f[at.TAIL_SLOTS] = address_of(rows.tail_slots, torch.int64)
             f[at.TAIL_STRIDE] = rows.tail_slots.shape[1]
 
     def _fill_first_input(self, first_input: Tensor | None) -> tuple[Tensor, Tensor] | None:
@@ -282,13 +325,6 @@ def _check_shape(shape: StackShape) -> None:
         )
     if shape.num_heads % shape.num_kv_heads:
         raise ValueError(f"{shape.num_heads} heads cannot share {shape.num_kv_heads} KV heads")
-
-
-def _address(tensor: Tensor, dtype: torch.dtype) -> int:
-    """Of a tensor as compiled code reads it."""
-    assert tensor.dtype == dtype, (tensor.dtype, dtype)
-    assert tensor.is_contiguous(), tensor.stride()
-    return tensor.data_ptr()
 
 
 def _work(layer: LayerWeights) -> int:

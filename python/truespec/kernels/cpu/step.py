@@ -19,6 +19,7 @@ from .layout import (
     CAPTURE_INDEX,
     CAPTURE_STRIDE,
     CAPTURED,
+    CHAINS,
     CONTEXT,
     CONTEXT_FIXED,
     CONTEXT_NORM,
@@ -140,7 +141,10 @@ def forward(thread: int, num_threads: int, record: int) -> int:
         norm_rows(r, thread, num_threads, r[X], r[FINAL_NORM])
     copy_rows(r, thread, num_threads, result, stride, r[OUTPUT], hidden)
     if r[HEAD] != 0:
-        head_rows(r, thread, num_threads, result, barriers)
+        barriers = head_rows(r, thread, num_threads, result, barriers)
+    if r[CHAINS] != 0:
+        barriers = barrier(r, num_threads, barriers)
+        call(r[CHAINS], (thread, num_threads, record, barriers))
     return DONE
 
 
@@ -218,15 +222,19 @@ def fill_context(r: Ints, thread: int, num_threads: int, barriers: int) -> int:
 
 
 @compiled
-def head_rows(r: Ints, thread: int, num_threads: int, x: int, barriers: int) -> None:
-    """A thread's columns of LOGITS = x W^T for the weight at HEAD; a thread has its rows of x."""
+def head_rows(r: Ints, thread: int, num_threads: int, x: int, barriers: int) -> int:
+    """A thread's columns of LOGITS = x W^T for the weight at HEAD; a thread has its rows of x.
+
+    Returns the barriers passed.
+    """
     w, stride = int64s(r[HEAD]), r[HIDDEN_STRIDE]
     if w[L_CODED] != 0:
         fix_rows(r, thread, num_threads, x, r[HEAD_FIXED], stride)
-    barrier(r, num_threads, barriers)
+    barriers = barrier(r, num_threads, barriers)
     first, last = share(w[L_PANELS], thread, num_threads)
     out, out_ld = r[LOGITS], r[LOGITS_STRIDE]
     linear(r, thread, r[HEAD], x, r[HEAD_FIXED], stride, out, out_ld, first, last)
+    return barriers
 
 
 @compiled

@@ -20,7 +20,7 @@ from truespec.kernels.api import (
     KVBuffers,
     PackedLinear,
 )
-from truespec.kernels.draft_chain import Transition, tiled
+from truespec.kernels.draft_chain import ChainRule, Chains, Transition, tiled
 from truespec.models.drafters.block_config import MARKOV_W1, BlockConfig, block_config
 from truespec.models.drafters.checkpoint import DrafterCheckpoint, read_fields, target_ids
 from truespec.models.drafters.heads import (
@@ -91,24 +91,59 @@ class BlockDrafter:
         Returns [n, rows of a block, H] fp32 after the final norm, and [n, rows of a block, DV] fp32
         draft logits.
         """
-        num_blocks = len(anchor_ids)
-        size = len(rows.positions) // num_blocks
-        x = self._inputs(num_blocks, size)
-        x[::size] = self.target.embed(anchor_ids)
         hidden, logits = self.stack.forward_to_logits(
-            x, rows, kv, final_norm=self.norm, head=self.head, context=context
+            self._inputs(anchor_ids, rows),
+            rows,
+            kv,
+            final_norm=self.norm,
+            head=self.head,
+            context=context,
         )
-        return hidden.view(num_blocks, size, -1), logits.view(num_blocks, size, -1)
+        num_blocks = len(anchor_ids)
+        return hidden.view(num_blocks, -1, hidden.shape[1]), logits.view(
+            num_blocks, -1, logits.shape[1]
+        )
 
-    def _inputs(self, num_blocks: int, size: int) -> Tensor:
-        """[num_blocks * size, H] of masks but for the first row of each block, kept for next time.
+    def run_chains(
+        self,
+        rows: AttentionRows,
+        kv: KVBuffers,
+        context: ContextRows | None,
+        rule: ChainRule,
+        num_steps: int,
+    ) -> Chains:
+        """The block pass, and drafts of the first `num_steps` rows that draft.
+
+        Args as in `run`; the anchors are the tokens before the rule's chains.
+        """
+        return self.stack.draft_chains(
+            self._inputs(rule.previous, rows),
+            rows,
+            kv,
+            final_norm=self.norm,
+            head=self.head,
+            rule=rule,
+            first_row=self.first_row,
+            num_steps=num_steps,
+            context=context,
+        )
+
+    @property
+    def first_row(self) -> int:
+        """The row of a block that gives its first draft."""
+        return 1 if self.config.skip_first_row else 0
+
+    def _inputs(self, anchor_ids: Tensor, rows: AttentionRows) -> Tensor:
+        """[n * size, H]: anchors, and masks that stay from call to call.
 
         NOTE: small operations are slow in a process that has just read all weights; this saves one.
         """
-        kept = self._masks.get((num_blocks, size))
-        if kept is None:
-            kept = self._masks[num_blocks, size] = self.mask_embedding.repeat(num_blocks * size, 1)
-        return kept
+        num_rows, num_blocks = len(rows.positions), len(anchor_ids)
+        x = self._masks.get((num_rows, num_blocks))
+        if x is None:
+            x = self._masks[num_rows, num_blocks] = self.mask_embedding.repeat(num_rows, 1)
+        x[:: num_rows // num_blocks] = self.target.embed(anchor_ids)
+        return x
 
 
 def load_block_drafter(

@@ -116,6 +116,7 @@ class ConfidenceHead:
         logits = z @ self._weight + self._bias
         return torch.sigmoid(logits / self._temperatures[: z.shape[1]])
 
-    def in_chain(self, hidden: Tensor) -> Confidence:
-        """The same for `choose_chains`, which finds the tokens before by itself."""
-        return Confidence(self._weight, self._bias, self._temperatures, hidden)
+    @property
+    def in_chain(self) -> Confidence:
+        """The same for `draft_chains`, which finds states and the tokens before by itself."""
+        return Confidence(self._weight, self._bias, self._temperatures)
