@@ -16,7 +16,6 @@ class Blocking:
         panels: by number of rows, panels at once where one would leave FMAs waiting for each other.
         coded_rows, coded_panels: the same of a linear kernel on codes.
         vnni: products of bytes are summed by one instruction (AVX-512 VNNI).
-        holds_codes: registers hold all 4-bit codes of a group for several rows.
         query_rows, key_blocks: rows times blocks of 16 keys (1 or 2) of a score kernel.
         value_rows, value_vectors: rows times (16-lane vectors of head_dim) of a P.V kernel.
     """
@@ -27,7 +26,6 @@ class Blocking:
     coded_rows: int
     coded_panels: Mapping[int, int]
     vnni: bool
-    holds_codes: bool
     query_rows: int
     key_blocks: int
     value_rows: int
@@ -41,7 +39,6 @@ WIDE = Blocking(  # 32 x 512 bits
     coded_rows=4,
     coded_panels={1: 2},
     vnni=False,
-    holds_codes=False,
     query_rows=8,
     key_blocks=2,
     value_rows=4,
@@ -54,7 +51,6 @@ NARROW = Blocking(  # 16 x 256 bits
     coded_rows=2,
     coded_panels={},
     vnni=False,
-    holds_codes=False,
     query_rows=4,
     key_blocks=1,
     value_rows=2,
@@ -67,5 +63,4 @@ def choose_blocking(features: str) -> Blocking:
     known = features.split(",")
     if "+avx512f" not in known:
         return NARROW
-    vnni = "+avx512vnni" in known
-    return replace(WIDE, vnni=vnni, holds_codes=vnni)
+    return replace(WIDE, vnni="+avx512vnni" in known)

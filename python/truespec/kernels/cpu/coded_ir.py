@@ -39,7 +39,6 @@ from .linear_ir import (
 )
 
 Vectors = list[list[ir.Value]]  # by row and vector of outputs
-LEAST_HOLDING_ROWS = 4  # with fewer, reading the codes at once takes longer than it saves
 BIAS_BITS = 7  # 8-bit codes are signed; 128 more makes them the unsigned factor of a product
 
 
@@ -123,8 +122,6 @@ def _block(
     name = f"coded_{rows}_{vectors}{'_ahead' if ahead else ''}"
     e = new_function(module, name, len(Operands._fields), private=True)
     a = Operands(*e.args)
-    is_held = f.codes == "uint4" and rows >= LEAST_HOLDING_ROWS and blocking.holds_codes
-    is_early = is_held or not ahead  # headers: waiting for them is hidden, but takes registers
     outputs = [
         vectors_of(e, e.address(a.y, e.times(a.ldy, r)), a.y_panel_stride, vectors)
         for r in range(rows)
@@ -140,11 +137,9 @@ def _block(
         inputs = [
             e.address(a.x, e.times(a.ldx, r), e.times(block, BLOCK_BYTES)) for r in range(rows)
         ]
-        headers = [emit_header(e, f, base) for base in bases] if is_early else []
-        if is_held:
-            wholes = _held_products(e, f, blocking, bases, inputs)
-        else:
-            wholes = _products(e, f, blocking, bases, inputs, half)
+        # Headers that are read first take registers, and spare a block that waits for memory time.
+        headers = [] if ahead else [emit_header(e, f, base) for base in bases]
+        wholes = _products(e, f, blocking, bases, inputs, half)
         headers = headers or [emit_header(e, f, base) for base in bases]
         for r in range(rows):
             for v, header in enumerate(headers):
@@ -160,30 +155,6 @@ def _place(e: Emit, f: Format, group: ir.Value) -> tuple[ir.Value, ir.Value]:
     return e.b.ashr(group, i64(1)), e.b.and_(group, i64(1))
 
 
-def _held_products(
-    e: Emit, f: Format, blocking: Blocking, bases: list[ir.Value], inputs: list[ir.Value]
-) -> Vectors:
-    """As `_products`, for few enough codes to keep all of a group while digits take turns.
-
-    A digit's sum then goes on from that of the one before: one sum in place of three.
-    """
-    codes: dict[int, list[ir.Value]] = {}
-    for w in range(f.words - f.header_words):
-        (low, _), (high, _) = _codes(e, f, bases, i64(w))
-        codes[4 * w], codes[4 * w + HALF] = low, high
-    totals: Vectors = [[splat(I32, 0)] * len(bases) for _ in inputs]
-    for d in range(DIGITS):
-        if d:
-            totals = [[e.b.shl(t, splat(I32, DIGIT_BITS)) for t in row] for row in totals]
-        for place, values in codes.items():
-            digits = [_digits(e, x, i64(place), d) for x in inputs]
-            totals = [
-                [emit_dot4(e, t, c, digit, blocking.vnni) for t, c in zip(row, values, strict=True)]
-                for row, digit in zip(totals, digits, strict=True)
-            ]
-    return [[e.b.sitofp(t, vector(F32)) for t in row] for row in totals]
-
-
 def _products(
     e: Emit,
     f: Format,
@@ -196,15 +167,24 @@ def _products(
     sums = [[[e.variable(splat(I32, 0)) for _ in range(DIGITS)] for _ in bases] for _ in inputs]
     for slot in (slot for row in sums for lanes in row for slot in lanes):
         e.set(slot, splat(I32, 0))
-    with e.loop(f.words - f.header_words) as w:
-        for codes, place in _codes(e, f, bases, w):
+
+    def add(word: ir.Value) -> None:
+        for codes, place in _codes(e, f, bases, word):
             offset = e.b.add(place, e.times(half, HALF))
             for row, source in zip(sums, inputs, strict=True):
                 for d in range(DIGITS):
-                    digits = _digits(e, source, offset, d)
+                    digits = e.broadcast(e.load(e.address(source, offset, BLOCK * d), I32))
                     for lanes, values in zip(row, codes, strict=True):
                         total = emit_dot4(e, e.get(lanes[d]), values, digits, blocking.vnni)
                         e.set(lanes[d], total)
+
+    num_words = f.words - f.header_words
+    if f.codes == "uint4":  # more arithmetic than reading: a loop's own work shows
+        for word in range(num_words):
+            add(i64(word))
+    else:
+        with e.loop(num_words) as word_index:
+            add(word_index)
     return [
         [_whole(e, f, [e.get(slot) for slot in lanes], source, half) for lanes in row]
         for row, source in zip(sums, inputs, strict=True)
@@ -224,11 +204,6 @@ def _codes(
         high = [e.b.and_(e.b.lshr(x, splat(I32, 4)), low_bits) for x in words]
         return [(low, place), (high, e.address(place, HALF))]
     return [([e.b.xor(x, splat(I32, -0x7F7F7F80)) for x in words], place)]
-
-
-def _digits(e: Emit, source: ir.Value, place: ir.Value, d: int) -> ir.Value:
-    """Digit `d` of 4 inputs, in every lane."""
-    return e.broadcast(e.load(e.address(source, place, BLOCK * d), I32))
 
 
 def _whole(e: Emit, f: Format, sums: list[ir.Value], source: ir.Value, half: ir.Value) -> ir.Value:
