@@ -7,8 +7,6 @@ own K/V goes to the slots after them and is overwritten by what gets committed t
 from __future__ import annotations
 
 from abc import abstractmethod
-from itertools import accumulate
-from operator import mul
 from pathlib import Path
 from typing import NamedTuple
 
@@ -25,7 +23,7 @@ from truespec.models.drafters.block import BlockDrafter, load_block_drafter
 from truespec.models.llama import CausalLM
 from truespec.speculative.backlog import FreshRows
 from truespec.speculative.base import EngineParts, WorkerPlan
-from truespec.speculative.chains import ChainDrafts, draft_of_chains
+from truespec.speculative.chains import ChainDrafts
 from truespec.speculative.contract import Draft
 from truespec.speculative.drafter_worker import DrafterWorker, Drafting, draft_weight_type
 
@@ -83,21 +81,6 @@ class BlockWorker(DrafterWorker):
             rows: parameters of the first drafts, [n].
         """
 
-    def lengths(self, counts: list[int], drafts: ChainDrafts, other_rows: int) -> list[int]:
-        """How many drafts of each block to verify: where it pays, by the drafts' confidences.
-
-        Args:
-            counts: [n] drafts that each block may have.
-            other_rows: rows of the step beside the blocks' roots.
-        """
-        if drafts.confidences is None or self.is_rejection:
-            # NOTE: rejection keeps its law only if a draft's admission does not depend on what
-            # comes after it; ranking the blocks of a step by confidence does.
-            return counts
-        made = zip(drafts.confidences, counts, strict=True)
-        survivals = [list(accumulate(values[:count], mul)) for values, count in made]
-        return self.planner.trim(survivals, other_rows)
-
     def make_drafts(self, drafting: Drafting) -> Draft:
         longest = max(drafting.counts)
         roots = [chunk.req.last_token_id for chunk in drafting.chunks]
@@ -108,12 +91,7 @@ class BlockWorker(DrafterWorker):
         context = None if drafting.fresh is None else self._context(drafting.fresh)
         blocks = Blocks(anchors, rows, context, longest)
         drafts = self.draft_blocks(blocks, self.sampler.rows(drafting.chunks))
-        if drafts.confidences is not None:
-            made = zip(drafting.chunks, drafts.confidences, drafting.counts, strict=True)
-            for chunk, values, count in made:
-                self.planner.expect(chunk.req.rid, values[:count])
-        lengths = self.lengths(drafting.counts, drafts, drafting.other_rows)
-        return draft_of_chains(drafting.batch, drafting.places, lengths, drafts)
+        return self.draft_of(drafting, drafts)
 
     def run(self, blocks: Blocks) -> tuple[Tensor, Tensor]:
         """[n, k, H] states of the rows that draft, [n, k, DV] logits of them."""

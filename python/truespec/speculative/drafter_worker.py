@@ -20,7 +20,7 @@ from truespec.kernels.api import KVBuffers
 from truespec.models.llama import CausalLM
 from truespec.speculative.backlog import Backlog, FreshRows
 from truespec.speculative.base import EngineParts, SpecWorker, StepState, WorkerPlan, chain_draft
-from truespec.speculative.chains import DraftSampler
+from truespec.speculative.chains import ChainDrafts, DraftSampler, draft_of_chains
 from truespec.speculative.contract import Draft
 
 MAX_HELD = 256  # positions per request that wait
@@ -120,6 +120,25 @@ class DrafterWorker(SpecWorker):
     def forget(self, req: Req) -> None:
         super().forget(req)
         self.backlog.forget(req)
+
+    def draft_of(self, drafting: Drafting, drafts: ChainDrafts) -> Draft:
+        """Of the chains that were made, what is worth verifying."""
+        lengths = self.lengths(drafting, drafts)
+        return draft_of_chains(drafting.batch, drafting.places, lengths, drafts)
+
+    def lengths(self, drafting: Drafting, drafts: ChainDrafts) -> list[int]:
+        """How many drafts of each chain to verify: as far as it pays, by their chances."""
+        survivals = []
+        for index, (chunk, count) in enumerate(zip(drafting.chunks, drafting.counts, strict=True)):
+            known = None if drafts.confidences is None else drafts.confidences[index][:count]
+            rid, is_greedy = chunk.req.rid, chunk.req.params.temperature == 0
+            logprobs = drafts.logprobs[index][:count]
+            survivals.append(self.planner.expect(rid, logprobs, known, is_greedy=is_greedy))
+        if self.is_rejection:
+            # NOTE: rejection keeps its law only if a draft's admission depends neither on its own
+            # token nor on what comes after it; chances do on the one, ranking them on the other.
+            return drafting.counts
+        return self.planner.trim(survivals, drafting.other_rows)
 
     def catch_up(self, reqs: list[Req]) -> None:
         """Extend by all that waits for some requests."""

@@ -20,7 +20,7 @@ from truespec.models.drafters.heads import VanillaMarkov
 from truespec.models.llama import CausalLM
 from truespec.speculative.block_worker import Blocks, BlockWorker
 from truespec.speculative.chains import ChainDrafts, stack_steps
-from truespec.speculative.drafter_worker import draft_weight_type
+from truespec.speculative.drafter_worker import Drafting, draft_weight_type
 
 
 class DSparkWorker(BlockWorker):
@@ -80,16 +80,17 @@ class DSparkWorker(BlockWorker):
         seen = torch.stack(embedded, dim=1) if embedded else None
         return replace(drafts, confidences=confidence(hidden, seen).tolist())
 
-    def lengths(self, counts: list[int], drafts: ChainDrafts, other_rows: int) -> list[int]:
+    def lengths(self, drafting: Drafting, drafts: ChainDrafts) -> list[int]:
         """Also cut each block at the first confidence below the threshold.
 
         A draft's confidence does not depend on its own token, so this is lawful in every mode.
         """
         threshold = self.config.speculative_dspark_confidence_threshold
         if drafts.confidences is not None:
-            made = zip(drafts.confidences, counts, strict=True)
+            made = zip(drafts.confidences, drafting.counts, strict=True)
             counts = [_num_sure(values[:count], threshold) for values, count in made]
-        return super().lengths(counts, drafts, other_rows)
+            drafting = drafting._replace(counts=counts)
+        return super().lengths(drafting, drafts)
 
 
 def _num_sure(confidences: list[float], threshold: float) -> int:

@@ -23,7 +23,7 @@ from truespec.models.drafters.recurrent import RecurrentDrafter
 from truespec.models.llama import CausalLM
 from truespec.speculative.backlog import FreshRows, Ints
 from truespec.speculative.base import EngineParts, WorkerPlan
-from truespec.speculative.chains import draft_of_chains, stack_steps
+from truespec.speculative.chains import stack_steps
 from truespec.speculative.contract import Draft
 from truespec.speculative.drafter_worker import Drafting, draft_weight_type
 from truespec.speculative.eagle_base import Carried, EagleBase, read
@@ -116,7 +116,7 @@ class EagleWorker(EagleBase):
             rows = self.causal_rows(drafting.reqs, firsts, [1] * len(firsts))
             states = self.drafter.forward(states, steps[-1].token_ids, rows, self.draft_kv)
             steps.append(self.sampler.choose(self.drafter.logits(states), values, step))
-        return draft_of_chains(drafting.batch, drafting.places, drafting.counts, stack_steps(steps))
+        return self.draft_of(drafting, stack_steps(steps))
 
     def _grow_trees(self, drafting: Drafting, states: Tensor) -> TreePool:
         """Expand the best k nodes of each level, as deep as drafts may go."""

@@ -19,7 +19,7 @@ from truespec.models.drafters.mtp import MtpHeads, load_mtp
 from truespec.models.llama import CausalLM
 from truespec.speculative.backlog import FreshRows
 from truespec.speculative.base import EngineParts, WorkerPlan
-from truespec.speculative.chains import draft_of_chains, stack_steps
+from truespec.speculative.chains import stack_steps
 from truespec.speculative.contract import Draft
 from truespec.speculative.drafter_worker import Drafting, draft_weight_type
 from truespec.speculative.eagle_base import (
@@ -78,7 +78,7 @@ class MultiLayerEagleWorker(EagleBase):
                 known.append(token_id)
             if self.is_chained:
                 hidden = out
-        return draft_of_chains(drafting.batch, drafting.places, drafting.counts, stack_steps(steps))
+        return self.draft_of(drafting, stack_steps(steps))
 
     def extend_rows(self, fresh: FreshRows) -> None:
         window = self.window(fresh, read(self.heads[0], fresh), num_before=len(self.heads) - 1)

@@ -7,8 +7,13 @@ probability that it and all before it are accepted), B rows of the step, tau exp
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
+from operator import mul
+from typing import NamedTuple
 
+from truespec.speculative.calibration import Calibration, Signs, signs
 from truespec.speculative.costs import StepCosts
 from truespec.speculative.yields import Yield
 
@@ -19,6 +24,22 @@ REPLAN_STEPS = 16  # steps for which a plan without drafts holds, if nothing els
 LEAST_SHARE = 0.1  # of the last steps had drafts, or their caches are not worth keeping up
 SHARE_LEARNING = 0.01  # weight of a step in that share
 NUM_FIRST = 8  # steps of a request that tell how a new one starts
+
+
+class _Made(NamedTuple):
+    """Drafts of a request that are about to be verified: signs and chances of each."""
+
+    calibration: Calibration
+    signs: list[Signs]
+    chances: list[float]
+
+
+class _Prospect(NamedTuple):
+    """Of a request: expected drafts accepted and verified if 0..n are made; what it may have."""
+
+    tokens: list[float]
+    rows: list[float]
+    cap: int
 
 
 @dataclass(slots=True)
@@ -38,7 +59,9 @@ class Planner:
     credit: float = FIRST_TRIES
     _overall: Yield = field(init=False)
     _yields: dict[str, Yield] = field(default_factory=dict)
-    _confidences: dict[str, list[float]] = field(default_factory=dict)
+    _made: dict[str, _Made] = field(default_factory=dict)
+    _calibrations: dict[bool, Calibration] = field(default_factory=dict)  # greedy or not
+    _kinds: dict[str, bool] = field(default_factory=dict)  # which of them a request's drafts have
     _idle_for: tuple[list[str], int] | None = None
     _num_idle: int = 0
     _share: float = 1.0  # of steps with drafts, of late
@@ -77,7 +100,8 @@ class Planner:
     def forget(self, rid: str) -> None:
         """The request is over."""
         self._yields.pop(rid, None)
-        self._confidences.pop(rid, None)
+        self._made.pop(rid, None)
+        self._kinds.pop(rid, None)
 
     def trim(self, survivals: list[list[float]], other_rows: int) -> list[int]:
         """Drafts to verify per request once they are made (their cost is spent).
@@ -89,7 +113,7 @@ class Planner:
             survivals: a_j of each draft by request, falling along j.
             other_rows: rows of the step that are run anyway.
         """
-        if self.costs is None:
+        if self.costs is None or self._is_probe:
             return [len(values) for values in survivals]
         order = sorted(
             (-value, j, r) for r, values in enumerate(survivals) for j, value in enumerate(values)
@@ -136,22 +160,45 @@ class Planner:
         if num_blocks and is_typical:
             self.costs.drafts.learn(num_blocks, max(counts), draft_seconds)
 
-    def expect(self, rid: str, confidences: list[float]) -> None:
-        """Conditional acceptance of the drafts just made for a request, as the drafter sees it."""
-        self._confidences[rid] = confidences
+    def expect(
+        self,
+        rid: str,
+        logprobs: Sequence[float],
+        confidences: Sequence[float] | None,
+        *,
+        is_greedy: bool,
+    ) -> list[float]:
+        """Survivals a_j of the drafts just made for a request, by what their drafter says of them.
+
+        Args:
+            logprobs: its own. confidences: as many, where it has any.
+        """
+        self._kinds[rid] = is_greedy
+        calibration = self._calibrations.setdefault(is_greedy, Calibration())
+        seen = [
+            signs(logprob, None if confidences is None else confidences[index])
+            for index, logprob in enumerate(logprobs)
+        ]
+        chances = [calibration.expect(x) for x in seen]
+        self._made[rid] = _Made(calibration, seen, chances)
+        return list(accumulate(chances, mul))
 
     def observe(self, rid: str, num_made: int, num_verified: int, num_accepted: int) -> None:
         """Learn from a step that drafted for a request: drafts made, verified and accepted."""
         if rid not in self._yields:
             self._yields[rid] = self._overall.start()
-        confidences = self._confidences.pop(rid, [])
+        made = self._made.pop(rid, None)
+        chances = [] if made is None else made.chances
+        if made is not None:
+            for place in range(min(num_verified, num_accepted + 1)):
+                made.calibration.learn(made.signs[place], place < num_accepted)
         if not self.is_whole:
-            num_made = len(confidences) or num_verified
+            num_made = len(chances) or num_verified
         learners = [self._yields[rid]]
         if learners[0].num_steps < NUM_FIRST:
             learners.append(self._overall)
         for known in learners:
-            known.learn(num_made, num_verified, num_accepted, confidences)
+            known.learn(num_made, num_verified, num_accepted, chances)
         self._idle_for = None
 
     def _best(self, rids: list[str], caps: list[int], other_rows: int) -> list[int]:
@@ -161,8 +208,12 @@ class Planner:
         yields = [self._yields.get(rid, self._overall) for rid in rids]
         order = [index for index, cap in enumerate(caps) if cap]
         order.sort(key=lambda index: -yields[index].tokens[-1])
-        wishes = [(yields[index], caps[index]) for index in order]
-        least = len(caps) / self.costs.rows.at(base_rows) * MIN_GAIN
+        rate = len(caps) / self.costs.rows.at(base_rows)
+        wishes = [
+            self._prospect(rids[index], yields[index], caps[index], base_rows, rate)
+            for index in order
+        ]
+        least = rate * MIN_GAIN
         lengths = range(self.num_drafts if self.is_whole else 1, self.num_drafts + 1)
         rate, length, num_reqs = max(
             self._best_number(length, wishes, len(caps), base_rows) for length in lengths
@@ -175,23 +226,59 @@ class Planner:
         return counts
 
     def _best_number(
-        self, length: int, wishes: list[tuple[Yield, int]], num_tokens: int, num_rows: int
+        self, length: int, wishes: list[_Prospect], num_tokens: int, num_rows: int
     ) -> tuple[float, int, int]:
         """Tokens per second with the best number of the first `wishes`; `length`; the number."""
         assert self.costs is not None, "without costs nothing is planned"
         tokens, rows = float(num_tokens), float(num_rows)
         best = last = (0.0, length, 0)
-        for num_reqs, (known, cap) in enumerate(wishes, start=1):
-            taken = min(cap, length)
+        for num_reqs, known in enumerate(wishes, start=1):
+            taken = min(known.cap, length)
             tokens += known.tokens[taken]
-            rows += known.rows[taken] if self.is_whole else taken
-            seconds = self.costs.rows.at(round(rows)) + self.costs.drafts.at(num_reqs, length)
+            rows += known.rows[taken]
+            seconds = self._seconds(rows) + self.costs.drafts.at(num_reqs, length)
             now = (tokens / seconds, length, num_reqs)
             best = max(best, now)
             if now < last:
                 break
             last = now
         return best
+
+    def _seconds(self, rows: float) -> float:
+        """Of a step with so many rows on average."""
+        assert self.costs is not None, "without costs nothing is planned"
+        below = int(rows)
+        low, high = self.costs.rows.at(below), self.costs.rows.at(below + 1)
+        return low + (rows - below) * (high - low)
+
+    def _prospect(self, rid: str, known: Yield, cap: int, base_rows: int, rate: float) -> _Prospect:
+        """What drafts of a request would bring, where those that do not pay will be trimmed.
+
+        A draft's chance is taken for one of two, sure and unsure, with the mean that is known. From
+        the first position on where verifying pays for the sure ones only, it is them alone.
+
+        Args:
+            rate: tokens per second that a row has to be worth.
+        """
+        assert self.costs is not None, "without costs nothing is planned"
+        calibration = self._calibrations.get(self._kinds.get(rid, True))
+        if self.is_whole or calibration is None:
+            rows = known.rows if self.is_whole else [float(n) for n in range(len(known.tokens))]
+            return _Prospect(known.tokens, rows, cap)
+        tokens, rows = [0.0], [0.0]
+        survival = reach = 1.0  # of the drafts so far: accepted, verified
+        for place, mean in enumerate(known.accepted):
+            at = base_rows + place
+            price = rate * (self.costs.rows.at(at + 1) - self.costs.rows.at(at))
+            part = _share_of_sure(mean, calibration)
+            sure = survival * part * calibration.sure - reach * part * price
+            if sure > survival * mean - reach * price:
+                survival, reach = survival * part * calibration.sure, reach * part
+            else:
+                survival *= mean
+            tokens.append(tokens[-1] + survival)
+            rows.append(rows[-1] + reach)
+        return _Prospect(tokens, rows, cap)
 
     def _idle_or_probe(self, rids: list[str], caps: list[int], other_rows: int) -> list[int]:
         """No drafts, or now and then some for the request of which least is known."""
@@ -212,3 +299,9 @@ class Planner:
         rows = self.costs.rows
         extra = rows.at(num_rows + self._wish) - rows.at(num_rows)
         return self.credit > extra + self.costs.drafts.at(1, self._wish)
+
+
+def _share_of_sure(mean: float, calibration: Calibration) -> float:
+    """How many drafts are sure if their mean chance is this."""
+    span = max(calibration.sure - calibration.unsure, 0.05)
+    return min(1.0, max(0.0, (mean - calibration.unsure) / span))

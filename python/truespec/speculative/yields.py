@@ -11,7 +11,7 @@ FIRST_RATE = 0.7  # before anything is known: drafting is tried
 PRIOR_STEPS = 3  # steps that what is known of all requests counts for with a new one
 REQUEST_LEARNING = 0.1  # weight of a step in what is known of a request, in the long run
 OVERALL_LEARNING = 0.02  # and of all requests
-TRUST = 0.5  # what the confidence in a verified draft counts beside what came of it
+TRUST = 0.5  # what the chance of a verified draft counts beside what came of it
 
 
 @dataclass(slots=True)
@@ -49,14 +49,14 @@ class Yield:
         num_made: int,
         num_verified: int,
         num_accepted: int,
-        confidences: Sequence[float] = (),
+        chances: Sequence[float] = (),
     ) -> None:
         """Move towards what a step brought.
 
         Args:
             num_made: drafts; those that were not verified brought nothing, unless there are
-                confidences: then these tell what they would have brought.
-            confidences: [num_made] conditional acceptance as the drafter sees it, or none. They
+                chances: then these tell what they would have brought.
+            chances: [num_made] conditional acceptance as calibrated, or none. They
                 vary less than what happens to one draft, but may be wrong: half of each counts.
         """
         self.num_steps += 1
@@ -66,8 +66,8 @@ class Yield:
                 self.verified[place] += self._weight(place) * (
                     (place < num_verified) - self.verified[place]
                 )
-            trust = 0.0 if not confidences else TRUST if place < num_verified else 1.0
-            expected = confidences[place] if confidences else 0.0
+            trust = 0.0 if not chances else TRUST if place < num_verified else 1.0
+            expected = chances[place] if chances else 0.0
             mass = trust * alive + (1 - trust) * (place <= num_accepted)
             hit = trust * expected + (1 - trust) * (place < num_accepted)
             self.accepted[place] += mass * self._weight(place) * (hit - self.accepted[place])
