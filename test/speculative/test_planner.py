@@ -1,7 +1,12 @@
 """Draft lengths from costs and acceptance."""
 
+import random
+from math import log
+
+import pytest
+
 from truespec.speculative.costs import CostTable, DraftCosts, StepCosts
-from truespec.speculative.planner import FIRST_TRIES, PROBE_SHARE, Planner
+from truespec.speculative.planner import FIRST_TRIES, PROBE_SHARE, PROBE_STEPS, Planner
 
 
 def table(points):
@@ -100,16 +105,65 @@ def test_what_trees_really_verify_decides_on_them():
     assert made.counts(["whole"], [4], 0) == [0]
 
 
-def test_confidences_tell_of_drafts_that_were_not_verified():
+def expect(made, rid, chances, is_greedy=True):
+    return made.expect(rid, [log(chance) for chance in chances], None, is_greedy=is_greedy)
+
+
+def test_chances_tell_of_drafts_that_were_not_verified():
     """One draft of four is verified and accepted; the others would have been, or would not."""
     lengths = []
-    for confidence in (0.05, 0.95):
+    for chance in (0.05, 0.95):
         made = planner(FLAT, drafts=((1, 0.001), (4, 0.004)))
         for _ in range(60):
-            made.expect("r0", [0.9] + [confidence] * 3)
+            expect(made, "r0", [0.9] + [chance] * 3)
             made.observe("r0", 4, 1, 1)
         lengths.append(made.counts(["r0"], [4], 0)[0])
     assert lengths == [1, 4]
+
+
+def test_chances_become_survivals_by_what_came_of_such_drafts():
+    made = planner(FLAT)
+    assert expect(made, "r0", [0.8, 0.5]) == pytest.approx([0.8, 0.4])
+    draw = random.Random(0)
+    for _ in range(3000):  # in truth the drafter is too sure of itself
+        own = draw.choice((0.3, 0.6, 0.9))
+        expect(made, "r0", [own])
+        made.observe("r0", 1, 1, draw.random() < 0.5 * own)
+    found = [expect(made, "r0", [own])[0] for own in (0.3, 0.6, 0.9)]
+    assert found == pytest.approx([0.15, 0.3, 0.45], abs=0.07)
+    assert expect(made, "r1", [0.6], is_greedy=False) == pytest.approx([0.6])
+
+
+def test_longer_drafts_pay_where_the_unsure_ones_will_be_trimmed():
+    """The second draft is accepted half the time, and whether is known before it is verified."""
+    rows = ((1, 0.010), (2, 0.0103), (3, 0.0155), (32, 0.160))
+    lengths = []
+    for chances in ((0.9, 0.1), (0.5, 0.5)):
+        made = planner(rows, drafts=((1, 0.001), (2, 0.0012), (4, 0.010)))
+        draw = random.Random(0)
+        for step in range(400):
+            second = chances[step % 2]
+            expect(made, "r0", [0.8, second])
+            hits = draw.random() < 0.8, draw.random() < second
+            made.observe("r0", 2, 2, 0 if not hits[0] else 1 + hits[1])
+        lengths.append(made.counts(["r0"], [4], 0)[0])
+    assert lengths == [2, 1]
+
+
+def test_tries_come_in_a_row_are_not_trimmed_and_the_first_teaches_no_costs():
+    made = planner(STEEP, credit=FIRST_TRIES)
+    learn(made, "r0", steps=100, num_accepted=0)
+    before = made.costs.drafts.at(1, 1)
+    counts, costs = [], []
+    for _ in range(PROBE_STEPS + 1):
+        counts += made.counts(["r0"], [4], 0)
+        if counts[-1]:
+            expect(made, "r0", [0.01])
+            assert made.trim([[0.01]], other_rows=0) == [1]
+        made.learn_costs(num_rows=2, seconds=0.02, counts=counts[-1:], draft_seconds=0.5)
+        costs.append(made.costs.drafts.at(1, 1))
+    assert counts == [1] * PROBE_STEPS + [0]
+    assert costs[0] == before < costs[1] < costs[2]
 
 
 def test_trying_takes_a_small_share_of_the_time_without_drafts():

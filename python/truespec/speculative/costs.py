@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 
 LEARNING = 0.02  # part by which a measurement moves a scale
 FIRST_STEP, LAST_STEP = 0.25, 0.01  # of a point's factor, by how often it was seen
+FEW = 8  # times that a point must be seen for its factor to last
+FADING = 0.001  # part by which another factor returns to 1 with every measurement elsewhere
 MIN_FACTOR, MAX_FACTOR = 0.5, 2.0
 
 
@@ -18,8 +20,10 @@ class CostTable:
     size slower, and most sizes are seldom seen. But a point that was measured in a busy moment
     would stay wrong for ever (if it says that drafts are dear, none are made), so each point also
     has a factor, which takes large steps at first and small ones later: a wrong point is put right
-    within some twenty steps of its size, and noise averages out. Scale and factors cannot drift
-    against each other: the point seen most often has none, it is the yardstick of the scale.
+    within some twenty steps of its size, and noise averages out. What a few steps said of a size
+    that is not tried again since then fades: it may be they that came in a busy moment. Scale and
+    factors cannot drift against each other: the point seen most often has none, it is the yardstick
+    of the scale.
 
     Attributes:
         sizes: ascending. seconds: one per size, as measured at start.
@@ -49,6 +53,9 @@ class CostTable:
         yardstick = max(range(len(self.sizes)), key=self._counts.__getitem__)
         self._rebase(yardstick)
         self.scale *= 1 + sign * LEARNING
+        for index, count in enumerate(self._counts):
+            if count < FEW:
+                self.factors[index] += FADING * (1.0 - self.factors[index])
         for index, share in near:
             if index != yardstick:
                 step = share * max(LAST_STEP, FIRST_STEP / (1 + self._counts[index]))

@@ -19,6 +19,7 @@ from truespec.speculative.yields import Yield
 
 MIN_GAIN = 1.04  # predicted gain below which drafts are left out: estimates are noisy
 PROBE_SHARE = 0.005  # of the time without drafts goes into trying some
+PROBE_STEPS = 4  # in a row: the first finds the drafter's weights out of every cache
 FIRST_TRIES = 0.15  # seconds that may at once: what was measured at start may have been disturbed
 REPLAN_STEPS = 16  # steps for which a plan without drafts holds, if nothing else changes
 LEAST_SHARE = 0.1  # of the last steps had drafts, or their caches are not worth keeping up
@@ -66,7 +67,9 @@ class Planner:
     _num_idle: int = 0
     _share: float = 1.0  # of steps with drafts, of late
     _wish: int = 1  # the length that would pay best, if any did
+    _probe_left: int = 0  # steps of a row of tries
     _is_probe: bool = False
+    _has_drafts: list[bool] = field(default_factory=lambda: [False, False])  # the last two steps
 
     def __post_init__(self) -> None:
         self._overall = Yield.first(self.num_drafts)
@@ -151,11 +154,14 @@ class Planner:
         if self.costs is None:
             return
         num_blocks = sum(count > 0 for count in counts)
+        self._has_drafts = [self._has_drafts[1], num_blocks > 0]
         if not num_blocks:
             self.credit += PROBE_SHARE * seconds
         elif self._is_probe:
             extra = self.costs.rows.at(num_rows) - self.costs.rows.at(len(counts))
             self.credit -= draft_seconds + extra
+        if self._has_drafts[0] != self._has_drafts[1]:
+            return  # a step finds in the caches what the one before it used
         self.costs.rows.learn(num_rows, seconds)
         if num_blocks and is_typical:
             self.costs.drafts.learn(num_blocks, max(counts), draft_seconds)
@@ -283,9 +289,10 @@ class Planner:
     def _idle_or_probe(self, rids: list[str], caps: list[int], other_rows: int) -> list[int]:
         """No drafts, or now and then some for the request of which least is known."""
         counts = [0] * len(caps)
-        if other_rows or not self._can_probe(len(caps)):
+        if other_rows or not (self._probe_left or self._can_probe(len(caps))):
             return counts
         self._is_probe = True
+        self._probe_left = (self._probe_left or PROBE_STEPS) - 1
         index = min(
             (i for i, cap in enumerate(caps) if cap),
             key=lambda i: self._yields[rids[i]].num_steps if rids[i] in self._yields else 0,
@@ -298,7 +305,7 @@ class Planner:
         assert self.costs is not None, "without costs nothing is planned"
         rows = self.costs.rows
         extra = rows.at(num_rows + self._wish) - rows.at(num_rows)
-        return self.credit > extra + self.costs.drafts.at(1, self._wish)
+        return self.credit > PROBE_STEPS * (extra + self.costs.drafts.at(1, self._wish))
 
 
 def _share_of_sure(mean: float, calibration: Calibration) -> float:
