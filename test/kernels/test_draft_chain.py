@@ -38,6 +38,7 @@ class Setting:
             seed=torch.tensor([1, -2, 3]),
             position=torch.tensor([5, 0, 9]),
             target_ids=ids.to(torch.int32),
+            keeps_logits=True,
         )
 
     def base(self) -> tuple[Tensor, Tensor]:

@@ -106,7 +106,7 @@ def test_what_trees_really_verify_decides_on_them():
 
 
 def expect(made, rid, chances, is_greedy=True):
-    return made.expect(rid, [log(chance) for chance in chances], None, is_greedy=is_greedy)
+    return made.expect(rid, [log(chance) for chance in chances], is_greedy=is_greedy)
 
 
 def test_chances_tell_of_drafts_that_were_not_verified():

@@ -89,9 +89,11 @@ def prepare_known_rows(batch: Batch, cache: KVCache) -> ForwardBatch:
 
 
 def take_rows(source: Tensor, rows: list[int]) -> Tensor:
-    """[len(rows), ...] ascending rows of `source` [n, ...]; itself where these are all."""
+    """[len(rows), ...] ascending rows of `source` [n, ...]; a view where they are adjacent."""
     if len(rows) == len(source):
         return source
+    if rows and rows[-1] - rows[0] == len(rows) - 1:
+        return source[rows[0] : rows[-1] + 1]
     return source.index_select(0, torch.from_numpy(np.array(rows, np.int64)))
 
 

@@ -56,6 +56,7 @@ class ChainRule:
         target_ids: [DV] int32 target id of every draft column.
         domain: noise stream, as in `choose_drafts`.
         confidence: `None` leaves the confidences out.
+        keeps_logits: what the drafts were chosen from is wanted too.
     """
 
     previous: Tensor
@@ -66,19 +67,21 @@ class ChainRule:
     target_ids: Tensor
     domain: int = 0
     confidence: Confidence | None = None
+    keeps_logits: bool = False
 
 
 class Chains(NamedTuple):
     """k drafts for each of n chains.
 
     Attributes:
-        logits: [n, k, DV] fp32 they were chosen from, the transition's part included.
+        logits: [n, k, DV] fp32 they were chosen from, the transition's part included; `None` where
+            they were not asked for.
         token_ids: [n, k] int64 target ids.
         logprobs: [n, k] fp32 as `choose_drafts` gives them.
         confidences: [n, k] fp32 in (0, 1), `None` where they were not asked for.
     """
 
-    logits: Tensor
+    logits: Tensor | None
     token_ids: Tensor
     logprobs: Tensor
     confidences: Tensor | None
@@ -114,8 +117,9 @@ def choose_chains(logits: Tensor, hidden: Tensor, rule: ChainRule) -> Chains:
         steps.append(choose_drafts(row, rule.temperature, rule.seed, at, ids, rule.domain))
         previous = steps[-1][0]
     token_ids, logprobs = (torch.stack(part, dim=1) for part in zip(*steps, strict=True))
+    kept = logits if rule.keeps_logits else None
     return Chains(
-        logits, token_ids, logprobs, torch.stack(confidences, dim=1) if confidences else None
+        kept, token_ids, logprobs, torch.stack(confidences, dim=1) if confidences else None
     )
 
 

@@ -107,6 +107,7 @@ class DraftSampler:
             int32_ids(self.vocab_size, self.target_ids),
             self._domain,
             confidence,
+            keeps_logits=self.own_stream,
         )
 
     def drafts_of(self, chains: Chains) -> ChainDrafts:
@@ -115,7 +116,7 @@ class DraftSampler:
             chains.token_ids.tolist(),
             chains.logprobs.tolist(),
             None if chains.confidences is None else chains.confidences.tolist(),
-            self._over_target(chains.logits),
+            None if chains.logits is None else self._over_target(chains.logits),
         )
 
     @property

@@ -129,11 +129,12 @@ class DrafterWorker(SpecWorker):
     def lengths(self, drafting: Drafting, drafts: ChainDrafts) -> list[int]:
         """How many drafts of each chain to verify: as far as it pays, by their chances."""
         survivals = []
-        for index, (chunk, count) in enumerate(zip(drafting.chunks, drafting.counts, strict=True)):
-            known = None if drafts.confidences is None else drafts.confidences[index][:count]
-            rid, is_greedy = chunk.req.rid, chunk.req.params.temperature == 0
-            logprobs = drafts.logprobs[index][:count]
-            survivals.append(self.planner.expect(rid, logprobs, known, is_greedy=is_greedy))
+        made = zip(drafting.chunks, drafts.logprobs, drafting.counts, strict=True)
+        for chunk, logprobs, count in made:
+            is_greedy = chunk.req.params.temperature == 0
+            survivals.append(
+                self.planner.expect(chunk.req.rid, logprobs[:count], is_greedy=is_greedy)
+            )
         if self.is_rejection:
             # NOTE: rejection keeps its law only if a draft's admission depends neither on its own
             # token nor on what comes after it; chances do on the one, ranking them on the other.

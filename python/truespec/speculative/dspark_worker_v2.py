@@ -16,7 +16,7 @@ from torch import Tensor
 from truespec.config import EngineConfig
 from truespec.layers.sampler import SamplingRows
 from truespec.models.drafters.block import BlockDrafter, load_block_drafter
-from truespec.models.drafters.heads import VanillaMarkov
+from truespec.models.drafters.heads import ConfidenceHead, VanillaMarkov
 from truespec.models.llama import CausalLM
 from truespec.speculative.block_worker import Blocks, BlockWorker
 from truespec.speculative.chains import ChainDrafts, stack_steps
@@ -48,9 +48,9 @@ class DSparkWorker(BlockWorker):
         return drafter
 
     def draft_blocks(self, blocks: Blocks, rows: SamplingRows) -> ChainDrafts:
-        markov, confidence = self.drafter.markov, self.drafter.confidence
+        markov = self.drafter.markov
         if isinstance(markov, VanillaMarkov) and markov.transition is not None:
-            sure = None if confidence is None else confidence.in_chain
+            sure = None if self._confidence is None else self._confidence.in_chain
             rule = self.sampler.chain_rule(rows, markov.transition, blocks.anchors, sure)
             chains = self.drafter.run_chains(
                 blocks.rows, self.draft_kv, blocks.context, rule, blocks.num_steps
@@ -59,11 +59,20 @@ class DSparkWorker(BlockWorker):
         hidden, logits = self.run(blocks)
         return self._choose_in_turn(logits, hidden, blocks.anchors, rows)
 
+    @property
+    def _confidence(self) -> ConfidenceHead | None:
+        """The head, where a threshold asks for it: what is verified follows from other things."""
+        return self.drafter.confidence if self._threshold > 0 else None
+
+    @property
+    def _threshold(self) -> float:
+        return self.config.speculative_dspark_confidence_threshold
+
     def _choose_in_turn(
         self, base: Tensor, hidden: Tensor, anchors: Tensor, rows: SamplingRows
     ) -> ChainDrafts:
         """Step by step, whatever the kind of transition; `base` [n, k, DV] are its logits."""
-        markov, confidence = self.drafter.markov, self.drafter.confidence
+        markov, confidence = self.drafter.markov, self._confidence
         state = markov.initial_state(len(anchors)) if markov is not None else None
         previous, steps, embedded = anchors, [], []
         for step in range(hidden.shape[1]):
@@ -85,10 +94,9 @@ class DSparkWorker(BlockWorker):
 
         A draft's confidence does not depend on its own token, so this is lawful in every mode.
         """
-        threshold = self.config.speculative_dspark_confidence_threshold
         if drafts.confidences is not None:
             made = zip(drafts.confidences, drafting.counts, strict=True)
-            counts = [_num_sure(values[:count], threshold) for values, count in made]
+            counts = [_num_sure(values[:count], self._threshold) for values, count in made]
             drafting = drafting._replace(counts=counts)
         return super().lengths(drafting, drafts)
 

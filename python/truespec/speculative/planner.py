@@ -13,7 +13,7 @@ from itertools import accumulate
 from operator import mul
 from typing import NamedTuple
 
-from truespec.speculative.calibration import Calibration, Signs, signs
+from truespec.speculative.calibration import Calibration, log_odds
 from truespec.speculative.costs import StepCosts
 from truespec.speculative.yields import Yield
 
@@ -28,10 +28,10 @@ NUM_FIRST = 8  # steps of a request that tell how a new one starts
 
 
 class _Made(NamedTuple):
-    """Drafts of a request that are about to be verified: signs and chances of each."""
+    """Drafts of a request that are about to be verified: log-odds and chances of each."""
 
     calibration: Calibration
-    signs: list[Signs]
+    odds: list[float]
     chances: list[float]
 
 
@@ -166,27 +166,13 @@ class Planner:
         if num_blocks and is_typical:
             self.costs.drafts.learn(num_blocks, max(counts), draft_seconds)
 
-    def expect(
-        self,
-        rid: str,
-        logprobs: Sequence[float],
-        confidences: Sequence[float] | None,
-        *,
-        is_greedy: bool,
-    ) -> list[float]:
-        """Survivals a_j of the drafts just made for a request, by what their drafter says of them.
-
-        Args:
-            logprobs: its own. confidences: as many, where it has any.
-        """
+    def expect(self, rid: str, logprobs: Sequence[float], *, is_greedy: bool) -> list[float]:
+        """Survivals a_j of the drafts just made for a request, from the drafter's own logprobs."""
         self._kinds[rid] = is_greedy
         calibration = self._calibrations.setdefault(is_greedy, Calibration())
-        seen = [
-            signs(logprob, None if confidences is None else confidences[index])
-            for index, logprob in enumerate(logprobs)
-        ]
-        chances = [calibration.expect(x) for x in seen]
-        self._made[rid] = _Made(calibration, seen, chances)
+        odds = [log_odds(logprob) for logprob in logprobs]
+        chances = [calibration.expect(x) for x in odds]
+        self._made[rid] = _Made(calibration, odds, chances)
         return list(accumulate(chances, mul))
 
     def observe(self, rid: str, num_made: int, num_verified: int, num_accepted: int) -> None:
@@ -197,7 +183,7 @@ class Planner:
         chances = [] if made is None else made.chances
         if made is not None:
             for place in range(min(num_verified, num_accepted + 1)):
-                made.calibration.learn(made.signs[place], place < num_accepted)
+                made.calibration.learn(made.odds[place], place < num_accepted)
         if not self.is_whole:
             num_made = len(chances) or num_verified
         learners = [self._yields[rid]]
@@ -213,7 +199,8 @@ class Planner:
         base_rows = len(caps) + other_rows
         yields = [self._yields.get(rid, self._overall) for rid in rids]
         order = [index for index, cap in enumerate(caps) if cap]
-        order.sort(key=lambda index: -yields[index].tokens[-1])
+        if len(order) > 1:
+            order.sort(key=lambda index: -yields[index].tokens[-1])
         rate = len(caps) / self.costs.rows.at(base_rows)
         wishes = [
             self._prospect(rids[index], yields[index], caps[index], base_rows, rate)

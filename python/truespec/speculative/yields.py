@@ -24,7 +24,6 @@ class Yield:
         counts: [n] drafts that `accepted` knows of.
         slowest: weight of a new step in the long run.
         num_steps: steps learnt from.
-        tokens, rows: [n + 1] expected drafts accepted and verified of 0..n that are made.
     """
 
     accepted: list[float]
@@ -32,8 +31,16 @@ class Yield:
     counts: list[float]
     slowest: float
     num_steps: int
-    tokens: list[float]
-    rows: list[float]
+
+    @property
+    def tokens(self) -> list[float]:
+        """[n + 1] expected drafts accepted of 0..n that are made and verified."""
+        return _sums(self.accepted)
+
+    @property
+    def rows(self) -> list[float]:
+        """[n + 1] expected drafts verified of 0..n that are made."""
+        return _sums(self.verified)
 
     @classmethod
     def first(cls, num_drafts: int) -> Yield:
@@ -73,7 +80,6 @@ class Yield:
             self.accepted[place] += mass * self._weight(place) * (hit - self.accepted[place])
             self.counts[place] += mass
             alive *= expected
-        self.tokens, self.rows = _sums(self.accepted), _sums(self.verified)
 
     def _weight(self, place: int) -> float:
         return max(self.slowest, 1 / (self.counts[place] + 1))
@@ -81,7 +87,7 @@ class Yield:
     @classmethod
     def _from(cls, accepted: list[float], verified: list[float], slowest: float) -> Yield:
         counts = [float(PRIOR_STEPS)] * len(accepted)
-        return cls(accepted, verified, counts, slowest, 0, _sums(accepted), _sums(verified))
+        return cls(accepted, verified, counts, slowest, 0)
 
 
 def _sums(rates: list[float]) -> list[float]:

@@ -127,8 +127,10 @@ class CpuStack(DecoderStack):
         last, made = fill_chains(f, rule, num_steps)
         _, logits = self._with_head(x, rows, kv, final_norm, head, context)
         del last
-        drawn = logits.view(num_chains, size, -1)[:, first_row : first_row + num_steps, :num_ids]
-        return Chains(drawn, *made)
+        if not rule.keeps_logits:
+            return Chains(None, *made)
+        rows_of_chains = logits.view(num_chains, size, -1)
+        return Chains(rows_of_chains[:, first_row : first_row + num_steps, :num_ids], *made)
 
     def _with_head(
         self,
