@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 import torch
 from cpu_cases import Model, causal_rows, kernels, make_weight, normal, page_table
@@ -71,7 +69,7 @@ def test_a_chain_equals_choices_on_biased_logits(
     name: str, threads: int, num_drafts: int, rank: int, domain: int
 ) -> None:
     setting = Setting(SETS[name](threads), num_drafts, rank)
-    rule = replace(setting.rule, domain=domain)
+    rule = setting.rule._replace(domain=domain)
     _, base = setting.base()
     biased, token_ids, logprobs, confidences = setting.chains(rule)
     assert confidences is None
@@ -112,7 +110,7 @@ def test_confidences_are_those_of_the_states_and_the_tokens_before(
         temperatures=torch.tensor([1.0, 0.5, 2.0, 1.5, 9.0]),
     )
     hidden, _ = setting.base()
-    rule = replace(setting.rule, confidence=confidence)
+    rule = setting.rule._replace(confidence=confidence)
     found = setting.chains(rule)
     before = torch.cat([rule.previous.unsqueeze(1), found.token_ids[:, :-1]], dim=1)
     states = hidden[:, 1 : 1 + NUM_STEPS]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from torch import Tensor
 
@@ -116,8 +117,7 @@ class AttentionRows:
     tail_slots: Tensor | None = None  # [num_rows, max_tail] int64
 
 
-@dataclass(frozen=True, slots=True)
-class ContextRows:
+class ContextRows(NamedTuple):
     """Positions whose K/V comes from features, the same for every layer (DSpark/DFlash injection).
 
     c = RMSNorm(projection(features)); for each layer K = rope(k_norm(W_k c)), V = W_v c (biases

@@ -45,8 +45,7 @@ class Confidence:
     temperatures: Tensor
 
 
-@dataclass(frozen=True, slots=True)
-class ChainRule:
+class ChainRule(NamedTuple):
     """How the drafts of n chains follow from logits. All tensors are contiguous.
 
     Attributes:

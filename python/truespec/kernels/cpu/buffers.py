@@ -6,7 +6,6 @@ zeros; kernels read whole vectors.
 
 from __future__ import annotations
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -15,6 +14,7 @@ from truespec.kernels.api import StackShape
 from . import layout as at
 from .formats import PANEL
 from .runtime import aligned_zeros
+from .small import Fields
 
 
 class StepBuffers:
@@ -40,7 +40,7 @@ class StepBuffers:
         if num_rows > self._num_rows:
             self._allocate(max(num_rows, 2 * self._num_rows))
 
-    def fill(self, fields: np.ndarray[tuple[int], np.dtype[np.int64]]) -> None:
+    def fill(self, fields: Fields) -> None:
         """Write addresses and strides into a record, for the rows reserved by now."""
         if fields[at.BUFFERS] == self._version:
             return

@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from truespec.kernels.draft_chain import TILE, ChainRule
 
 from . import layout as at
-from .small import address_of
+from .small import Fields, address_of
 
 Made = tuple[Tensor, Tensor, Tensor | None]  # token ids, logprobs, confidences: [n, k] each
 
 
-def fill_chains(fields: NDArray[np.int64], rule: ChainRule, num_steps: int) -> tuple[Tensor, Made]:
+def fill_chains(fields: Fields, rule: ChainRule, num_steps: int) -> tuple[Tensor, Made]:
     """Write a rule into a record.
 
     Returns the ids that compiled code goes on from, which the caller keeps alive, and what it will

@@ -27,7 +27,7 @@ from .layout import (
 )
 from .pack import PackedWeight, pack
 from .runtime import Runtime, aligned_zeros, widening_bytes
-from .small import padded
+from .small import fields_of, padded
 
 
 def describe(packed: PackedWeight, bias: Tensor | None, runtime: Runtime) -> list[int]:
@@ -72,7 +72,7 @@ class CpuLinear(PackedLinear):
         self._bias = None if bias is None else padded_vector(bias, self.padded_n)
         self.fields = torch.tensor(describe(self._packed, self._bias, runtime))
         self._record = torch.zeros(STEP_FIELDS, dtype=torch.int64)
-        fields = self._record.numpy()
+        fields = self._fields = fields_of(self._record)
         fields[LAYERS], fields[ADD_ROWS] = self.fields.data_ptr(), runtime.rows["add_rows"]
         fields[TO_FIXED], fields[BARRIER] = runtime.rows["to_fixed"], runtime.sync["barrier"]
         fields[BARRIER_COUNTER] = runtime.pool.barrier_address
@@ -87,7 +87,7 @@ class CpuLinear(PackedLinear):
             return self.without_padding(out)
         x = padded(x, PANEL)
         fixed = torch.empty_like(x) if self.is_coded else x
-        fields = self._record.numpy()
+        fields = self._fields
         fields[SCRATCH], fields[SCRATCH_BYTES] = self._runtime.scratch()
         fields[CONTEXT_FIXED] = fixed.data_ptr()
         fields[CONTEXT], fields[CONTEXT_STRIDE], fields[NUM_ROWS] = x.data_ptr(), x.shape[1], m

@@ -26,9 +26,9 @@ from .formats import PANEL
 from .linear import CpuLinear, describe, padded_vector
 from .pack import PackedWeight, pack
 from .runtime import Runtime
-from .small import address_of, fill_pool, float_bits, padded
+from .small import Fields, address_of, fields_of, fill_pool, float_bits, padded
 
-_Part = tuple[Tensor, AttentionRows | ContextRows]  # a record and the rows it is about
+_Part = tuple[Fields, AttentionRows | ContextRows]  # a record and the rows it is about
 
 
 class CpuStack(DecoderStack):
@@ -52,8 +52,12 @@ class CpuStack(DecoderStack):
         self._record, self._context_record = (
             torch.zeros(at.STEP_FIELDS, dtype=torch.int64) for _ in range(2)
         )
-        self._fields, self._context_fields = self._record.numpy(), self._context_record.numpy()
+        self._fields, self._context_fields = (
+            fields_of(record) for record in (self._record, self._context_record)
+        )
         self._pool: tuple[int, int, torch.Size, torch.dtype] | None = None
+        self._kv: KVBuffers | None = None  # the last one seen
+        self._norms: dict[int, tuple[Tensor, Tensor]] = {}  # by id: as given, as code reads it
         self._columns: dict[tuple[int, ...], Tensor] = {}
         self._fill_constants()
         self._context_record.copy_(self._record)
@@ -84,7 +88,7 @@ class CpuStack(DecoderStack):
             return
         self._fill_pool(kv)
         kept = self._fill_context(context)
-        self._run("write_context", [(self._context_record, context)])
+        self._run("write_context", self._context_record, [(self._context_fields, context)])
         del kept
 
     def forward_to_logits(
@@ -170,32 +174,30 @@ class CpuStack(DecoderStack):
         x = x.contiguous()
         self._fill_pool(kv)
         self._fill_rows(rows)
-        last_norm = None if final_norm is None else padded(final_norm.float(), PANEL)
         f = self._fields
         f[at.INPUT], f[at.OUTPUT], f[at.BEFORE] = x.data_ptr(), out.data_ptr(), 0
-        f[at.FINAL_NORM] = 0 if last_norm is None else last_norm.data_ptr()
-        parts: list[_Part] = [(self._record, rows)]
+        f[at.FINAL_NORM] = 0 if final_norm is None else self._norm_address(final_norm)
+        parts: list[_Part] = [(f, rows)]
         kept = None
         if context is not None and context.features.shape[0]:
             kept = self._fill_context(context)
             f[at.BEFORE] = self._context_record.data_ptr()
-            parts.append((self._context_record, context))
-        self._run("forward", parts)
-        del last_norm, kept
+            parts.append((self._context_fields, context))
+        self._run("forward", self._record, parts)
+        del kept
         return out
 
-    def _run(self, entry: str, parts: list[_Part]) -> None:
-        """Point records at their rows and at big enough buffers; run the first."""
+    def _run(self, entry: str, record: Tensor, parts: list[_Part]) -> None:
+        """Point records at their rows and at big enough buffers; run one."""
         runtime, num_rows = self._runtime, [part.positions.shape[0] for _, part in parts]
         self._buffers.reserve(max(num_rows))
         scratch = runtime.scratch()
-        for (record, part), m in zip(parts, num_rows, strict=True):
-            f = record.numpy()
+        for (f, part), m in zip(parts, num_rows, strict=True):
             f[at.NUM_ROWS], f[at.POSITIONS] = m, address_of(part.positions, torch.int32)
             f[at.OUT_SLOTS] = address_of(part.out_slots, torch.int64)
             f[at.SCRATCH], f[at.SCRATCH_BYTES] = scratch
             self._buffers.fill(f)
-        if runtime.run(entry, parts[0][0], sum(num_rows) * self._work_per_row) != at.DONE:
+        if runtime.run(entry, record, sum(num_rows) * self._work_per_row) != at.DONE:
             self._explain(parts)
 
     def _explain(self, parts: list[_Part]) -> None:
@@ -260,6 +262,9 @@ class CpuStack(DecoderStack):
 
     def _fill_pool(self, kv: KVBuffers) -> None:
         """The K/V pool of this step."""
+        if kv is self._kv:
+            return
+        self._kv = kv
         layers, _, _, kv_heads, head_dim, _ = kv.k.shape
         expected = (len(self._layers), self._shape.num_kv_heads, self._shape.head_dim)
         assert (layers, kv_heads, head_dim) == expected, (tuple(kv.k.shape), expected)
@@ -306,16 +311,24 @@ class CpuStack(DecoderStack):
         f[at.CAPTURE_INDEX] = self._columns[capture].data_ptr()
         f[at.CAPTURE_STRIDE] = len(capture) * self._shape.hidden_size
 
-    def _fill_context(self, context: ContextRows) -> tuple[Tensor, Tensor, Tensor]:
+    def _norm_address(self, norm: Tensor) -> int:
+        """Of a norm's weight with its padding, which is kept."""
+        known = self._norms.get(id(norm))
+        if known is None:
+            known = self._norms[id(norm)] = norm, padded(norm.float(), PANEL)
+        return known[1].data_ptr()
+
+    def _fill_context(self, context: ContextRows) -> tuple[Tensor, Tensor]:
         """The context's own input; the caller keeps what is returned alive."""
         projection, f = context.projection, self._context_fields
         assert isinstance(projection, CpuLinear), type(projection)
-        features, norm = padded(context.features, PANEL), padded(context.norm.float(), PANEL)
+        features = padded(context.features, PANEL)
         fixed = torch.empty_like(features) if projection.is_coded else features
         f[at.CONTEXT], f[at.CONTEXT_STRIDE] = features.data_ptr(), features.shape[1]
         f[at.CONTEXT_FIXED] = fixed.data_ptr()
-        f[at.PROJECTION], f[at.CONTEXT_NORM] = projection.fields.data_ptr(), norm.data_ptr()
-        return features, norm, fixed
+        f[at.PROJECTION] = projection.fields.data_ptr()
+        f[at.CONTEXT_NORM] = self._norm_address(context.norm)
+        return features, fixed
 
 
 def _check_shape(shape: StackShape) -> None:
