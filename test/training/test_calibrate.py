@@ -10,6 +10,7 @@ from truespec.training.calibrate import calibration_error, fit_head, fit_tempera
 from truespec.training.dspark_model import DSparkModel, forward_blocks
 from truespec.training.export import export_block, read_dspark
 from truespec.training.measure import draft_greedily
+from truespec.training.shrink import shrink_block
 from truespec.training.target import Target
 
 
@@ -48,6 +49,25 @@ def test_a_checkpoint_read_back_drafts_the_same(
     ]
     assert torch.equal(results[0][0], results[1][0])
     assert torch.allclose(results[0][1], results[1][1], atol=1e-4)
+
+
+def test_a_shrunk_drafter_keeps_its_most_frequent_ids_and_their_rows(
+    target: Target, model: DSparkModel, tmp_path: Path
+) -> None:
+    vocab = torch.arange(3, 3 + SHAPE.draft_vocab_size)
+    export_block(model, target, vocab, tmp_path / "whole")
+    counts = np.zeros(61, np.int64)
+    counts[[0, 5, 9, 30]] = 7, 1, 3, 2  # id 0 is none of the drafter's
+    shrink_block(tmp_path / "whole", tmp_path / "small", counts, 3)
+    small, ids = read_dspark(tmp_path / "small", target)
+    assert ids.tolist() == [5, 9, 30]
+    assert small.shape.draft_vocab_size == 3
+    whole, _ = read_dspark(tmp_path / "whole", target)
+    for name, parameter in whole.named_parameters():
+        kept = parameter[ids - 3] if name == "markov_head.markov_w2.weight" else parameter
+        assert torch.equal(kept, small.get_parameter(name)), name
+    with pytest.raises(ValueError, match="--draft-vocab-size is 49, the drafter has 48 ids"):
+        shrink_block(tmp_path / "whole", tmp_path / "small", counts, 49)
 
 
 def test_fitted_head_gives_the_acceptance_of_reached_drafts(model: DSparkModel) -> None:

@@ -1,4 +1,4 @@
-"""`truespec train answers | collect | dspark | dflash | eagle3 | mtp | calibrate | card`.
+"""`truespec train answers | collect | dspark | dflash | eagle3 | mtp | calibrate | shrink | card`.
 
 A drafter's command takes --target, --prompts and --out and runs every stage, or --answers,
 --target, --cache and --run-dir and trains only. There the target is a directory in Hugging Face's
@@ -70,6 +70,10 @@ def _parser() -> argparse.ArgumentParser:
     calibrate.set_defaults(run=_calibrate)
     _add_paths(calibrate, ("checkpoint", "target", "cache"), required=True)
     _add_flags(calibrate, Calibrating())
+    shrink = stages.add_parser("shrink", help="block drafter -> the same with fewer draft ids")
+    shrink.set_defaults(run=_shrink)
+    _add_paths(shrink, ("checkpoint", "answers", "out"), required=True)
+    shrink.add_argument("--draft-vocab-size", type=int, required=True)
     card = stages.add_parser("card", help="training run -> README.md beside the drafter")
     card.set_defaults(run=_card)
     _add_paths(card, ("run_dir",), required=True)
@@ -146,6 +150,17 @@ def _calibrate(args: argparse.Namespace) -> None:
 
     num_answers = _read_flags(args, Calibrating()).num_answers
     calibrate_dspark(args.checkpoint, args.target, args.cache, num_answers=num_answers)
+
+
+def _shrink(args: argparse.Namespace) -> None:
+    import json
+
+    from .answers import count_tokens, read_answers
+    from .shrink import shrink_block
+
+    vocab_size = json.loads((args.checkpoint / "config.json").read_text())["vocab_size"]
+    counts = count_tokens(read_answers(args.answers), vocab_size)
+    shrink_block(args.checkpoint, args.out, counts, args.draft_vocab_size)
 
 
 def _card(args: argparse.Namespace) -> None:
