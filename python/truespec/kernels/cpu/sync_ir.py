@@ -10,9 +10,7 @@ from .emit import BYTE, I32, I64, Emit, i64, new_function
 # name -> number of arguments
 SYNC_FUNCTIONS = {"barrier": 4, "wait_for": 3, "fetch_add": 1, "run": 4, "post": 1, "serve": 7}
 SPINS_BEFORE_YIELD = 4096
-SPINS_BEFORE_SLEEP = (
-    32768  # about 0.6 ms: the next job of a step, or of the next step, comes sooner
-)
+SPINS_BEFORE_SLEEP = 32768  # about 0.6 ms: the next job, also that of the next step, comes sooner
 # A mailbox of 64-bit words. First cache lines: written by the poster, by the server, by clocks.
 POSTED, FUNCTION, NUM_THREADS, RECORD, TAKEN, ASLEEP = 0, 1, 2, 3, 8, 9
 CLOCKS = 16  # four timespecs: elapsed and CPU time at the start of a job, then at its end
