@@ -264,7 +264,6 @@ class CpuStack(DecoderStack):
         """The K/V pool of this step."""
         if kv is self._kv:
             return
-        self._kv = kv
         layers, _, _, kv_heads, head_dim, _ = kv.k.shape
         expected = (len(self._layers), self._shape.num_kv_heads, self._shape.head_dim)
         assert (layers, kv_heads, head_dim) == expected, (tuple(kv.k.shape), expected)
@@ -273,6 +272,7 @@ class CpuStack(DecoderStack):
             fill_pool(self._runtime, self._record, kv)
             fill_pool(self._runtime, self._context_record, kv)
             self._pool = pool
+        self._kv = kv
 
     def _fill_rows(self, rows: AttentionRows) -> None:
         """Whose rows they are, what they see and where it lies."""
