@@ -14,36 +14,20 @@ from math import exp, log1p
 MAX_LOG_ODDS = 6.0
 PRIOR = 50.0  # what is believed at first counts like the information of some two hundred drafts
 MOST = 500.0  # information, beyond which old drafts are forgotten
-SPREAD_LEARNING = 0.01
 
 
 @dataclass(slots=True)
 class Calibration:
-    """Of the drafts of some kind: chance = sigmoid(bias + slope * log-odds).
-
-    Attributes:
-        sure, unsure: mean chance of the drafts more and less likely than not.
-    """
+    """Of the drafts of some kind: chance = sigmoid(bias + slope * log-odds)."""
 
     bias: float = 0.0
     slope: float = 1.0
-    sure: float = 0.85
-    unsure: float = 0.25
     _bias_information: float = PRIOR
     _slope_information: float = PRIOR
 
     def chance(self, odds: float) -> float:
         """Probability that a draft is accepted if all before it are, from its log-odds."""
         return 1.0 / (1.0 + exp(-self.bias - self.slope * odds))
-
-    def expect(self, odds: float) -> float:
-        """As `chance`, of a draft that was just made."""
-        chance = self.chance(odds)
-        if chance >= 0.5:
-            self.sure += SPREAD_LEARNING * (chance - self.sure)
-        else:
-            self.unsure += SPREAD_LEARNING * (chance - self.unsure)
-        return chance
 
     def learn(self, odds: float, accepted: bool) -> None:
         """From a verified draft behind accepted ones: a Newton step per weight."""

@@ -6,7 +6,7 @@ from bisect import bisect_left
 from dataclasses import dataclass, field
 
 LEARNING = 0.02  # part by which a measurement moves a scale
-FIRST_STEP, LAST_STEP = 0.25, 0.01  # of a point's factor, by how often it was seen
+FIRST_STEP, LAST_STEP = 0.25, 0.003  # of a point's factor, by how often it was seen
 FEW = 8  # times that a point must be seen for its factor to last
 FADING = 0.001  # part by which another factor returns to 1 with every measurement elsewhere
 MIN_FACTOR, MAX_FACTOR = 0.5, 2.0

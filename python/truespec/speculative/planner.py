@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from operator import mul
 from typing import NamedTuple
 
@@ -19,9 +19,10 @@ from truespec.speculative.yields import Yield
 
 MIN_GAIN = 1.04  # predicted gain below which drafts are left out: estimates are noisy
 PROBE_SHARE = 0.005  # of the time without drafts goes into trying some
+LONGER_SHARE = 0.005  # of the time with drafts goes into trying longer ones
 PROBE_STEPS = 4  # in a row: the first finds the drafter's weights out of every cache
 FIRST_TRIES = 0.15  # seconds that may at once: what was measured at start may have been disturbed
-REPLAN_STEPS = 16  # steps for which a plan without drafts holds, if nothing else changes
+REPLAN_STEPS = 16  # steps for which a plan holds, if nothing else changes
 LEAST_SHARE = 0.1  # of the last steps had drafts, or their caches are not worth keeping up
 SHARE_LEARNING = 0.01  # weight of a step in that share
 NUM_FIRST = 8  # steps of a request that tell how a new one starts
@@ -62,11 +63,12 @@ class Planner:
     _yields: dict[str, Yield] = field(default_factory=dict)
     _made: dict[str, _Made] = field(default_factory=dict)
     _calibrations: dict[bool, Calibration] = field(default_factory=dict)  # greedy or not
-    _kinds: dict[str, bool] = field(default_factory=dict)  # which of them a request's drafts have
-    _idle_for: tuple[list[str], int] | None = None
-    _num_idle: int = 0
+    _planned_for: tuple[list[str], int] | None = None
+    _plan_age: int = 0  # steps
+    _length: int = 1  # that pays best, or would if any did
+    _drafting: list[int] = field(default_factory=list)  # places of the requests that get drafts
     _share: float = 1.0  # of steps with drafts, of late
-    _wish: int = 1  # the length that would pay best, if any did
+    _spare: float = 0.0  # seconds that may go into longer drafts than seem to pay
     _probe_left: int = 0  # steps of a row of tries
     _is_probe: bool = False
     _has_drafts: list[bool] = field(default_factory=lambda: [False, False])  # the last two steps
@@ -89,22 +91,25 @@ class Planner:
         self._is_probe = False
         if self.costs is None or not any(caps):
             return caps
-        if self._idle_for != (rids, other_rows) or self._num_idle % REPLAN_STEPS == 0:
-            counts = self._best(rids, caps, other_rows)
-            if any(counts):
-                self._num_idle, self._idle_for = 0, None
-                self._share += SHARE_LEARNING * (1.0 - self._share)
-                return counts
-            self._idle_for = rids, other_rows
-        self._num_idle += 1
-        self._share -= SHARE_LEARNING * self._share
-        return self._idle_or_probe(rids, caps, other_rows)
+        if self._planned_for != (rids, other_rows) or self._plan_age >= REPLAN_STEPS:
+            self._planned_for, self._plan_age = (rids, other_rows), 0
+            self._length, self._drafting = self._best(rids, caps, other_rows)
+        self._plan_age += 1
+        if not self._drafting:
+            self._share -= SHARE_LEARNING * self._share
+            return self._idle_or_probe(rids, caps, other_rows)
+        self._share += SHARE_LEARNING * (1.0 - self._share)
+        counts = [0] * len(caps)
+        for index in self._drafting:
+            counts[index] = min(caps[index], self._length)
+        if self._plan_age == 1:
+            self._try_longer(counts, caps, other_rows)
+        return counts
 
     def forget(self, rid: str) -> None:
         """The request is over."""
         self._yields.pop(rid, None)
         self._made.pop(rid, None)
-        self._kinds.pop(rid, None)
 
     def trim(self, survivals: list[list[float]], other_rows: int) -> list[int]:
         """Drafts to verify per request once they are made (their cost is spent).
@@ -155,9 +160,13 @@ class Planner:
             return
         num_blocks = sum(count > 0 for count in counts)
         self._has_drafts = [self._has_drafts[1], num_blocks > 0]
-        if not num_blocks:
+        if num_blocks and not self._is_probe:
+            self._spare += LONGER_SHARE * seconds
+        elif not num_blocks:
             self.credit += PROBE_SHARE * seconds
-        elif self._is_probe:
+        elif self._drafting:
+            self._spare -= self._extra(num_rows)
+        else:
             extra = self.costs.rows.at(num_rows) - self.costs.rows.at(len(counts))
             self.credit -= draft_seconds + extra
         if self._has_drafts[0] != self._has_drafts[1]:
@@ -168,10 +177,9 @@ class Planner:
 
     def expect(self, rid: str, logprobs: Sequence[float], *, is_greedy: bool) -> list[float]:
         """Survivals a_j of the drafts just made for a request, from the drafter's own logprobs."""
-        self._kinds[rid] = is_greedy
         calibration = self._calibrations.setdefault(is_greedy, Calibration())
         odds = [log_odds(logprob) for logprob in logprobs]
-        chances = [calibration.expect(x) for x in odds]
+        chances = [calibration.chance(x) for x in odds]
         self._made[rid] = _Made(calibration, odds, chances)
         return list(accumulate(chances, mul))
 
@@ -191,32 +199,30 @@ class Planner:
             learners.append(self._overall)
         for known in learners:
             known.learn(num_made, num_verified, num_accepted, chances)
-        self._idle_for = None
+        if self._is_probe and not self._drafting:
+            self._planned_for = None
 
-    def _best(self, rids: list[str], caps: list[int], other_rows: int) -> list[int]:
-        """The length, and the requests that get drafts of it, with the most tokens per second."""
+    def _best(self, rids: list[str], caps: list[int], other_rows: int) -> tuple[int, list[int]]:
+        """The length with the most tokens per second, and the requests that get drafts of it."""
         assert self.costs is not None, "without costs nothing is planned"
         base_rows = len(caps) + other_rows
         yields = [self._yields.get(rid, self._overall) for rid in rids]
         order = [index for index, cap in enumerate(caps) if cap]
         if len(order) > 1:
             order.sort(key=lambda index: -yields[index].tokens[-1])
-        rate = len(caps) / self.costs.rows.at(base_rows)
-        wishes = [
-            self._prospect(rids[index], yields[index], caps[index], base_rows, rate)
-            for index in order
-        ]
-        least = rate * MIN_GAIN
+        plain = rate = len(caps) / self.costs.rows.at(base_rows)
         lengths = range(self.num_drafts if self.is_whole else 1, self.num_drafts + 1)
-        rate, length, num_reqs = max(
-            self._best_number(length, wishes, len(caps), base_rows) for length in lengths
-        )
-        self._wish = length
-        chosen = order[:num_reqs] if rate > least else []
-        counts = [0] * len(caps)
-        for index in chosen:
-            counts[index] = min(caps[index], length)
-        return counts
+        length = num_reqs = 0
+        for _ in range(2):  # a row has to be worth what the best plan makes of its time
+            wishes = [
+                self._prospect(yields[index], caps[index], base_rows, rate) for index in order
+            ]
+            rate, length, num_reqs = max(
+                self._best_number(length, wishes, len(caps), base_rows) for length in lengths
+            )
+            if rate <= plain * MIN_GAIN:
+                return length, []
+        return length, order[:num_reqs]
 
     def _best_number(
         self, length: int, wishes: list[_Prospect], num_tokens: int, num_rows: int
@@ -244,34 +250,21 @@ class Planner:
         low, high = self.costs.rows.at(below), self.costs.rows.at(below + 1)
         return low + (rows - below) * (high - low)
 
-    def _prospect(self, rid: str, known: Yield, cap: int, base_rows: int, rate: float) -> _Prospect:
-        """What drafts of a request would bring, where those that do not pay will be trimmed.
-
-        A draft's chance is taken for one of two, sure and unsure, with the mean that is known. From
-        the first position on where verifying pays for the sure ones only, it is them alone.
+    def _prospect(self, known: Yield, cap: int, base_rows: int, rate: float) -> _Prospect:
+        """What drafts of a request would bring.
 
         Args:
             rate: tokens per second that a row has to be worth.
         """
         assert self.costs is not None, "without costs nothing is planned"
-        calibration = self._calibrations.get(self._kinds.get(rid, True))
-        if self.is_whole or calibration is None:
-            rows = known.rows if self.is_whole else [float(n) for n in range(len(known.tokens))]
+        if self.is_whole:
+            return _Prospect(known.tokens, known.rows, cap)
+        if not (known.recent or self._overall.recent):
+            rows = [float(n) for n in range(self.num_drafts + 1)]
             return _Prospect(known.tokens, rows, cap)
-        tokens, rows = [0.0], [0.0]
-        survival = reach = 1.0  # of the drafts so far: accepted, verified
-        for place, mean in enumerate(known.accepted):
-            at = base_rows + place
-            price = rate * (self.costs.rows.at(at + 1) - self.costs.rows.at(at))
-            part = _share_of_sure(mean, calibration)
-            sure = survival * part * calibration.sure - reach * part * price
-            if sure > survival * mean - reach * price:
-                survival, reach = survival * part * calibration.sure, reach * part
-            else:
-                survival *= mean
-            tokens.append(tokens[-1] + survival)
-            rows.append(rows[-1] + reach)
-        return _Prospect(tokens, rows, cap)
+        seconds = [self.costs.rows.at(base_rows + n) for n in range(self.num_drafts + 1)]
+        prices = [rate * (more - less) for less, more in pairwise(seconds)]
+        return _Prospect(*known.trimmed(self._overall.recent, prices), cap)
 
     def _idle_or_probe(self, rids: list[str], caps: list[int], other_rows: int) -> list[int]:
         """No drafts, or now and then some for the request of which least is known."""
@@ -284,18 +277,26 @@ class Planner:
             (i for i, cap in enumerate(caps) if cap),
             key=lambda i: self._yields[rids[i]].num_steps if rids[i] in self._yields else 0,
         )
-        counts[index] = min(caps[index], self._wish)
+        counts[index] = min(caps[index], self._length)
         return counts
+
+    def _try_longer(self, counts: list[int], caps: list[int], other_rows: int) -> None:
+        """Give a request one draft more than planned, now and then: that rows are dear, or later
+        drafts in vain, may have been learnt in a bad moment, and is found out only by trying."""
+        index = self._drafting[0]
+        num_rows = len(caps) + other_rows + sum(counts)
+        if counts[index] < caps[index] and self._spare > self._extra(num_rows + 1):
+            counts[index] += 1
+            self._is_probe = True
+
+    def _extra(self, num_rows: int) -> float:
+        """Seconds that the last of so many rows takes."""
+        assert self.costs is not None, "without costs nothing is planned"
+        return self.costs.rows.at(num_rows) - self.costs.rows.at(num_rows - 1)
 
     def _can_probe(self, num_rows: int) -> bool:
         """Enough time went by without drafts to spend some of it."""
         assert self.costs is not None, "without costs nothing is planned"
         rows = self.costs.rows
-        extra = rows.at(num_rows + self._wish) - rows.at(num_rows)
-        return self.credit > PROBE_STEPS * (extra + self.costs.drafts.at(1, self._wish))
-
-
-def _share_of_sure(mean: float, calibration: Calibration) -> float:
-    """How many drafts are sure if their mean chance is this."""
-    span = max(calibration.sure - calibration.unsure, 0.05)
-    return min(1.0, max(0.0, (mean - calibration.unsure) / span))
+        extra = rows.at(num_rows + self._length) - rows.at(num_rows)
+        return self.credit > PROBE_STEPS * (extra + self.costs.drafts.at(1, self._length))

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import accumulate
 from operator import mul
 
@@ -12,6 +13,7 @@ PRIOR_STEPS = 3  # steps that what is known of all requests counts for with a ne
 REQUEST_LEARNING = 0.1  # weight of a step in what is known of a request, in the long run
 OVERALL_LEARNING = 0.02  # and of all requests
 TRUST = 0.5  # what the chance of a verified draft counts beside what came of it
+NUM_RECENT = 48  # drafts whose chances are kept
 
 
 @dataclass(slots=True)
@@ -24,6 +26,7 @@ class Yield:
         counts: [n] drafts that `accepted` knows of.
         slowest: weight of a new step in the long run.
         num_steps: steps learnt from.
+        recent: chances of the last drafts, in order of their positions.
     """
 
     accepted: list[float]
@@ -31,6 +34,7 @@ class Yield:
     counts: list[float]
     slowest: float
     num_steps: int
+    recent: deque[Sequence[float]] = field(default_factory=lambda: deque(maxlen=NUM_RECENT))
 
     @property
     def tokens(self) -> list[float]:
@@ -67,6 +71,8 @@ class Yield:
                 vary less than what happens to one draft, but may be wrong: half of each counts.
         """
         self.num_steps += 1
+        if chances:
+            self.recent.append(chances)
         alive = 1.0
         for place in range(num_made):
             if place <= num_verified:
@@ -80,6 +86,41 @@ class Yield:
             self.accepted[place] += mass * self._weight(place) * (hit - self.accepted[place])
             self.counts[place] += mass
             alive *= expected
+
+    def trimmed(
+        self, others: Sequence[Sequence[float]], prices: Sequence[float]
+    ) -> tuple[list[float], list[float]]:
+        """[n + 1] each: drafts accepted and verified on average if 0..n are made, where those that
+        do not pay will be left out.
+
+        That depends on how much chances vary, so it is counted on the drafts that were made last.
+
+        Args:
+            others: chances of drafts of other requests: they keep a run of luck from deciding.
+            prices: [n] tokens that verifying the first, second, ... draft has to bring.
+        """
+        drafts = list(self.recent) if others is self.recent else [*self.recent, *others]
+        least = min(prices)
+        tokens, rows = [0.0] * (len(prices) + 1), [0.0] * (len(prices) + 1)
+        for chances in drafts:
+            survival, total, gain, best = 1.0, 0.0, 0.0, 0.0
+            best_tokens, best_rows, first = 0.0, 0, len(prices)
+            for place, price in enumerate(prices):
+                # What would have come after the drafts that were made is known on average only.
+                survival *= chances[place] if place < len(chances) else self.accepted[place]
+                if survival <= least:  # nor will any later one pay
+                    first = place
+                    break
+                total += survival
+                gain += survival - price
+                if gain > best:
+                    best, best_tokens, best_rows = gain, total, place + 1
+                tokens[place + 1] += best_tokens
+                rows[place + 1] += best_rows
+            for place in range(first, len(prices)):
+                tokens[place + 1] += best_tokens
+                rows[place + 1] += best_rows
+        return [x / len(drafts) for x in tokens], [x / len(drafts) for x in rows]
 
     def _weight(self, place: int) -> float:
         return max(self.slowest, 1 / (self.counts[place] + 1))

@@ -94,6 +94,7 @@ class LoopConfig:
     weight_decay: float = 0.0
     grad_clip: float = 1.0
     beta2: float = 0.98
+    rounding: str = "none"  # q4_1: train for weights that serving rounds to 4 bits
     average_decay: float = 0.998  # of the weight average that is measured and exported
     measure_every: int = 100  # steps
     save_every_s: float = 180.0

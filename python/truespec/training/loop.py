@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from .config import LoopConfig
 from .curves import plot_history
 from .disk import naming_a_full_disk
+from .rounding import ROUNDINGS, rounded
 
 Model = TypeVar("Model", bound=nn.Module)
 
@@ -61,8 +62,11 @@ def train(task: Task[Model], run_dir: Path, config: LoopConfig) -> RunState[Mode
 
     Writes state.pt (weights, optimiser, step), history.jsonl (one line per measurement), curves.png
     and export/ (averaged weights with the best held-out `greedy`). Raises ValueError if there is no
-    such device.
+    such device or rounding.
     """
+    if config.rounding not in ROUNDINGS:
+        known = " or ".join(ROUNDINGS)
+        raise ValueError(f"the rounding is {config.rounding}, expected {known}")
     task.to(_device(config))
     run_dir.mkdir(parents=True, exist_ok=True)
     torch.set_num_threads(1)
@@ -77,7 +81,7 @@ def train(task: Task[Model], run_dir: Path, config: LoopConfig) -> RunState[Mode
             sums.add(metrics)
             bar.update(job, advance=1, description=_describe(sums.peek()))
             if state.step % config.measure_every == 0 or state.step == config.num_steps:
-                _measure_and_export(task, state, run_dir, sums.take())
+                _measure_and_export(task, state, run_dir, sums.take(), config.rounding)
                 save_state(task, state, run_dir / "state.pt")
                 saved_at = time.monotonic()
             elif time.monotonic() - saved_at > config.save_every_s:
@@ -98,7 +102,8 @@ def train_step(task: Task[Model], state: RunState[Model], config: LoopConfig) ->
     for optimizer in state.optimizers:
         for group in optimizer.param_groups:
             group["lr"] = rate
-    metrics = _compute_gradients(task, state.step, config)
+    with rounded(task.model, config.rounding):
+        metrics = _compute_gradients(task, state.step, config)
     norm = float(nn.utils.clip_grad_norm_(task.model.parameters(), config.grad_clip))
     if not math.isfinite(norm):
         raise FloatingPointError(f"gradient norm is {norm} at step {state.step}")
@@ -201,13 +206,18 @@ def _compute_gradients(task: Task[Model], step: int, config: LoopConfig) -> dict
 
 
 def _measure_and_export(
-    task: Task[Model], state: RunState[Model], run_dir: Path, metrics: dict[str, float]
+    task: Task[Model],
+    state: RunState[Model],
+    run_dir: Path,
+    metrics: dict[str, float],
+    rounding: str,
 ) -> None:
-    """Measure the averaged weights; export them if they are the best so far."""
+    """Measure the averaged weights as rounded; export them, exact, if they are the best so far."""
     live = task.model
     task.model = state.average
     try:
-        figures = task.measure()
+        with rounded(state.average, rounding):
+            figures = task.measure()
         if figures.get("greedy", 0.0) >= state.best:
             state.best = figures.get("greedy", 0.0)
             task.export(run_dir / "export")
