@@ -45,6 +45,9 @@ class EngineConfig:
     disable_radix_cache: Annotated[bool, "no prefix reuse between requests"] = False
     num_threads: Annotated[int | None, "compute threads on a CPU"] = None
     tp_size: Annotated[int, "tensor-parallel ranks (only 1 is built)"] = 1
+    lossy_int8_activations: Annotated[
+        bool, "round inputs of quantized weights to 8 bits: faster, other logprobs (CPU)"
+    ] = False
     deterministic: Annotated[bool, "bit-equal results (always so on a CPU)"] = False
     logprobs_mode: Annotated[LogprobMode, "default mode of returned logprobs"] = "raw"
     max_logprobs: Annotated[int, "most alternatives per token a request may ask for"] = 20

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 
 import gguf
 import pytest
 import torch
 import transformers
 
-from truespec import LLM, SamplingParams
+from truespec import LLM, SamplingParams, env
 from truespec.config import Algorithm, EngineConfig
 from truespec.llm import Generation
 from truespec.params import LogprobParams
@@ -79,9 +80,12 @@ def oracle() -> transformers.PreTrainedModel:
     return model
 
 
-def generate(algorithm: Algorithm) -> list[Generation]:
+def generate(algorithm: Algorithm, *, is_lossy: bool = False) -> list[Generation]:
     config = EngineConfig(
-        speculative_algorithm=algorithm, max_total_tokens=1024, speculative_adaptive=False
+        speculative_algorithm=algorithm,
+        max_total_tokens=1024,
+        speculative_adaptive=False,
+        lossy_int8_activations=is_lossy,
     )
     llm = LLM(config)
     return llm.chat([MESSAGES] * len(PARAMS), PARAMS)
@@ -92,17 +96,40 @@ def plain() -> list[Generation]:
     return generate("NONE")
 
 
-@pytest.mark.parametrize("algorithm", ["NGRAM", "DSPARK"])
-def test_speculation_changes_no_record_of_the_packaged_model(
-    algorithm: Algorithm, plain: list[Generation]
-) -> None:
-    drafted = generate(algorithm)
+def assert_same_records(plain: list[Generation], drafted: list[Generation]) -> None:
     for one, other in zip(plain, drafted, strict=True):
         assert [(r.token_id, r.modes) for r in one.records] == [
             (r.token_id, r.modes) for r in other.records
         ]
         assert one.prompt_records == other.prompt_records
+
+
+@pytest.mark.parametrize("algorithm", ["NGRAM", "DSPARK"])
+def test_speculation_changes_no_record_of_the_packaged_model(
+    algorithm: Algorithm, plain: list[Generation]
+) -> None:
+    drafted = generate(algorithm)
+    assert_same_records(plain, drafted)
     assert sum(one.acceptance.num_accepted for one in drafted) > 0
+
+
+@pytest.mark.skipif(env.cpu_kernels() == "torch", reason="only the compiled kernels have it")
+def test_lossy_activations_move_logprobs_a_little_and_speculation_nothing(
+    plain: list[Generation],
+) -> None:
+    lossy, drafted = (generate(algorithm, is_lossy=True) for algorithm in ("NONE", "DSPARK"))
+    assert_same_records(lossy, drafted)
+    assert sum(one.acceptance.num_accepted for one in drafted) > 0
+    pairs = zip(plain[0].prompt_records[1:], lossy[0].prompt_records[1:], strict=True)
+    moved = [abs(a.modes[0].logprob - b.modes[0].logprob) for a, b in pairs]
+    assert 1e-3 < max(moved) < 1.0
+    assert sum(moved) / len(moved) < 0.2
+
+
+@pytest.mark.skipif(env.cpu_kernels() == "torch", reason="only the compiled kernels have it")
+def test_lossy_activations_are_refused_where_no_weight_is_quantized(tiny_llama: Path) -> None:
+    with pytest.raises(ValueError, match="--lossy-int8-activations: the model has no quantized"):
+        LLM(EngineConfig(model_path=str(tiny_llama), lossy_int8_activations=True))
 
 
 def test_logprobs_of_the_packaged_model_equal_transformers(

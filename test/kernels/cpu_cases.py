@@ -23,9 +23,11 @@ K_BLOCKS = {"Q4_K": (144, (0, 2)), "Q5_K": (176, (0, 2)), "Q6_K": (210, (208,))}
 
 
 @cache
-def kernels(num_threads: int = 1, cpu: Cpu | None = None) -> CpuKernels:
+def kernels(num_threads: int = 1, cpu: Cpu | None = None, *, is_lossy: bool = False) -> CpuKernels:
     """A kernel set of the whole test run."""
-    return CpuKernels(cache_dir(), num_threads=num_threads, cpu=cpu)
+    return CpuKernels(
+        cache_dir(), num_threads=num_threads, cpu=cpu, lossy_int8_activations=is_lossy
+    )
 
 
 def normal(*size: int, seed: int = 0) -> Tensor:

@@ -122,6 +122,44 @@ def test_codes_give_equal_bits_without_the_instruction_for_byte_products(type_na
     assert torch.equal(kernels().linear(weight)(x), kernels(cpu=NO_VNNI).linear(weight)(x))
 
 
+def in_8_bits(x: torch.Tensor) -> torch.Tensor:
+    """Rounded to 127 steps of the largest of 32 neighbours; float64."""
+    blocks = x.unflatten(1, (-1, 32))
+    largest = blocks.abs().amax(-1, keepdim=True)
+    factor = torch.where(largest > 0, 127.0 / largest, 0.0)
+    return ((blocks * factor).round().double() * (largest / 127.0)).flatten(1)
+
+
+@pytest.mark.parametrize("type_name", QUANTISED)
+@pytest.mark.parametrize("m", [1, 2, 5, 33])
+def test_lossy_products_are_those_of_inputs_in_8_bits(type_name, m):
+    n, k = sizes(type_name)
+    weight, bias, x = make_weight(type_name, n, k, 1), normal(n, seed=2), normal(m, k, seed=3)
+    x[0, 32:64] = 0.0
+    linear, exact = (kernels(is_lossy=lossy).linear(weight, bias) for lossy in (True, False))
+    w = dequantised(weight).double()
+    x_8 = in_8_bits(x)
+    allowed = 2.0**-24 * (k // 16 + 4) * (x_8.abs() @ w.abs().T + bias.abs())
+    assert ((linear(x) - (x_8 @ w.T + bias)).abs() <= allowed).all()
+    error = (linear(x) - exact(x)).norm() / exact(x).norm()
+    assert 1e-4 < error < 0.02
+    assert torch.equal(linear(x), torch.cat([linear(row.unsqueeze(0)) for row in x]))
+    for cpu in (AVX2, NO_VNNI) if has_avx512 else (AVX2,):
+        assert torch.equal(linear(x), kernels(cpu=cpu, is_lossy=True).linear(weight, bias)(x))
+
+
+def test_lossy_kernels_leave_weights_without_codes_alone_and_bad_rows_bad():
+    x = normal(4, 64)
+    floats = make_weight("F32", 40, 64)
+    assert torch.equal(kernels(is_lossy=True).linear(floats)(x), kernels().linear(floats)(x))
+    linear = kernels(is_lossy=True).linear(make_weight("Q8_0", 40, 64))
+    clean = linear(x)
+    x[1, 40] = float("inf")
+    y = linear(x)
+    assert y[1].isnan().all()
+    assert torch.equal(y[[0, 2, 3]], clean[[0, 2, 3]])
+
+
 def test_q4_0_scales_too_large_for_an_fp16_minimum_stay_exact():
     weight = make_weight("Q4_0", 5, 64)
     weight.data[:, 1] = 0x7A  # the upper byte of the first scale: about 50,000

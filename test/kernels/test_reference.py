@@ -386,6 +386,8 @@ def test_kernels_are_chosen_by_name_and_an_unknown_name_is_refused(tmp_path: Pat
     assert kernel_set("torch", "cpu", cache_dir=tmp_path).name == "torch"
     with pytest.raises(ValueError, match="cuda-graphs"):
         kernel_set("cuda-graphs", "cpu", cache_dir=tmp_path)
+    with pytest.raises(ValueError, match="--lossy-int8-activations: only the compiled"):
+        kernel_set("torch", "cpu", cache_dir=tmp_path, lossy_int8_activations=True)
 
 
 def test_without_compiled_kernels_auto_warns_and_takes_torch_but_numba_is_an_error(

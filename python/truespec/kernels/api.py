@@ -239,6 +239,11 @@ class KernelSet(ABC):
 
     name: str
 
+    @property
+    def is_lossy(self) -> bool:
+        """Some product is rounded more than fp32 arithmetic rounds it."""
+        return False
+
     @abstractmethod
     def linear(self, weight: Weight, bias: Tensor | None = None) -> PackedLinear:
         """Pack a weight."""

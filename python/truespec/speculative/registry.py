@@ -95,9 +95,12 @@ def build_worker(
             cache_dir=env.cache_dir(),
             num_threads=config.num_threads or env.num_threads(),
             progress=lambda what: progress(f"compiling {what}", 0.0),
+            lossy_int8_activations=config.lossy_int8_activations,
         )
     with phase("model"):
         target = load_model(config.model_path, kernels, dtype=config.dtype)
+        if config.lossy_int8_activations and not kernels.is_lossy:
+            raise ValueError("--lossy-int8-activations: the model has no quantized weights")
     if kernels.name == "torch" and device == "cpu":
         with phase("self-test"):
             self_test_row_invariance(kernels, target.shape, target.config.vocab_size)

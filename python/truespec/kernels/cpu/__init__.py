@@ -45,6 +45,7 @@ class CpuKernels(KernelSet):
         num_threads: int | None = None,
         progress: Progress | None = None,
         cpu: Cpu | None = None,
+        lossy_int8_activations: bool = False,
     ) -> None:
         """Load compiled code, or compile it the first time (about 10 seconds).
 
@@ -53,6 +54,9 @@ class CpuKernels(KernelSet):
             num_threads: compute threads; `None` takes one per usable core.
             progress: told what is being compiled.
             cpu: what to compile for; `None` takes this machine's CPU.
+            lossy_int8_activations: round what quantized weights are multiplied with to 8 bits, each
+                32 values with a scale of their own (W8A8, as llama.cpp does). A row still does not
+                depend on others.
 
         Raises:
             RuntimeError: the CPU lacks what the kernels need (AVX2, FMA and F16C on x86).
@@ -61,7 +65,18 @@ class CpuKernels(KernelSet):
         # NOTE: torch's OpenMP threads spin for milliseconds after every operation they share, on
         # the cores that compute threads need (a verify of 5 rows took twice as long).
         torch.set_num_threads(1)
-        self._runtime = Runtime(cpu or host_cpu(), cache_dir, threads, progress)
+        self._runtime = Runtime(
+            cpu or host_cpu(),
+            cache_dir,
+            threads,
+            progress,
+            lossy_int8_activations=lossy_int8_activations,
+        )
+
+    @property
+    def is_lossy(self) -> bool:
+        """See `KernelSet`."""
+        return self._runtime.is_lossy
 
     def set_num_threads(self, num_threads: int) -> None:
         """Compute on this many threads from the next call on; results do not change."""

@@ -19,7 +19,6 @@ from .fixed_ir import (
     BLOCK,
     BLOCK_BYTES,
     DIGIT_BITS,
-    DIGITS,
     HALF,
     HIGH_SUMS,
     LOW_SUMS,
@@ -42,21 +41,26 @@ Vectors = list[list[ir.Value]]  # by row and vector of outputs
 BIAS_BITS = 7  # 8-bit codes are signed; 128 more makes them the unsigned factor of a product
 
 
-def coded_module(f: Format, blocking: Blocking) -> ir.Module:
+def coded_module(f: Format, blocking: Blocking, digits: int) -> ir.Module:
     """A module with the function `linear_<format>`; arguments as in linear_ir.py.
 
-    x is the address of fixed-point rows, which take as many bytes as their fp32 rows.
+    x is the address of fixed-point rows of so many digits, which take as many bytes as their fp32
+    rows.
     """
     module = ir.Module(f"linear_{f.name}")
     counts = range(1, blocking.coded_rows + 1)
-    repeated = {r: _block(module, f, blocking, r, blocking.vectors, ahead=True) for r in counts}
+    repeated = {
+        r: _block(module, f, blocking, r, blocking.vectors, digits, ahead=True) for r in counts
+    }
     # NOTE: reading 8-bit weights takes longer than multiplying a few rows, and a block that waits
     # for memory is slower when it asks for more of it, by up to a fifth.
     single = repeated
     if f.codes == "int8":
-        single = {r: _block(module, f, blocking, r, blocking.vectors, ahead=False) for r in counts}
+        single = {
+            r: _block(module, f, blocking, r, blocking.vectors, digits, ahead=False) for r in counts
+        }
     wide = {
-        r: _block(module, f, blocking, r, n * PANEL_VECTORS, ahead=False)
+        r: _block(module, f, blocking, r, n * PANEL_VECTORS, digits, ahead=False)
         for r, n in blocking.coded_panels.items()
     }
     e = new_function(module, f"linear_{f.name}", NUM_ARGS)
@@ -116,7 +120,14 @@ def _outputs(e: Emit, block: ir.Function, a: Operands, count: int, blocking: Blo
 
 
 def _block(
-    module: ir.Module, f: Format, blocking: Blocking, rows: int, vectors: int, *, ahead: bool
+    module: ir.Module,
+    f: Format,
+    blocking: Blocking,
+    rows: int,
+    vectors: int,
+    digits: int,
+    *,
+    ahead: bool,
 ) -> ir.Function:
     """block(*Operands): `rows` rows times 16 * `vectors` outputs; `ahead`: with prefetching."""
     name = f"coded_{rows}_{vectors}{'_ahead' if ahead else ''}"
@@ -139,7 +150,7 @@ def _block(
         ]
         # Headers that are read first take registers, and spare a block that waits for memory time.
         headers = [] if ahead else [emit_header(e, f, base) for base in bases]
-        wholes = _products(e, f, blocking, bases, inputs, half)
+        wholes = _products(e, f, blocking, bases, inputs, half, digits)
         headers = headers or [emit_header(e, f, base) for base in bases]
         for r in range(rows):
             for v, header in enumerate(headers):
@@ -162,9 +173,10 @@ def _products(
     bases: list[ir.Value],
     inputs: list[ir.Value],
     half: ir.Value,
+    num_digits: int,
 ) -> Vectors:
     """Codes times inputs of a group in units of the block's scale, fp32, by row and output."""
-    sums = [[[e.variable(splat(I32, 0)) for _ in range(DIGITS)] for _ in bases] for _ in inputs]
+    sums = [[[e.variable(splat(I32, 0)) for _ in range(num_digits)] for _ in bases] for _ in inputs]
     for slot in (slot for row in sums for lanes in row for slot in lanes):
         e.set(slot, splat(I32, 0))
 
@@ -172,7 +184,7 @@ def _products(
         for codes, place in _codes(e, f, bases, word):
             offset = e.b.add(place, e.times(half, HALF))
             for row, source in zip(sums, inputs, strict=True):
-                for d in range(DIGITS):
+                for d in range(num_digits):
                     digits = e.broadcast(e.load(e.address(source, offset, BLOCK * d), I32))
                     for lanes, values in zip(row, codes, strict=True):
                         total = emit_dot4(e, e.get(lanes[d]), values, digits, blocking.vnni)
@@ -207,11 +219,11 @@ def _codes(
 
 
 def _whole(e: Emit, f: Format, sums: list[ir.Value], source: ir.Value, half: ir.Value) -> ir.Value:
-    """codes times inputs of a group in units of the block's scale, fp32."""
-    shift = splat(I32, DIGIT_BITS)
-    high = e.b.add(e.b.shl(sums[0], shift), sums[1])
-    if f.codes == "uint4":  # 15 * 32 inputs of 22 bits fit 31
-        return e.b.sitofp(e.b.add(e.b.shl(high, shift), sums[2]), vector(F32))
+    """codes times inputs of a group in units of the block's scale, fp32.
+
+    Args:
+        sums: one per digit.
+    """
 
     def times_bias(offset: int) -> ir.Value:
         """128 times the sum of the inputs' digits at `offset`."""
@@ -220,6 +232,14 @@ def _whole(e: Emit, f: Format, sums: list[ir.Value], source: ir.Value, half: ir.
         if f.group == BLOCK:
             total = e.b.add(total, e.load(e.address(at, 4), I32))
         return e.broadcast(e.b.shl(total, ir.Constant(I32, BIAS_BITS)))
+
+    if len(sums) == 1:
+        whole = sums[0] if f.codes == "uint4" else e.b.sub(sums[0], times_bias(HIGH_SUMS))
+        return e.b.sitofp(whole, vector(F32))
+    shift = splat(I32, DIGIT_BITS)
+    high = e.b.add(e.b.shl(sums[0], shift), sums[1])
+    if f.codes == "uint4":  # 15 * 32 inputs of 22 bits fit 31
+        return e.b.sitofp(e.b.add(e.b.shl(high, shift), sums[2]), vector(F32))
 
     high = e.b.sitofp(e.b.sub(high, times_bias(HIGH_SUMS)), vector(F32))
     low = e.b.sitofp(e.b.sub(sums[2], times_bias(LOW_SUMS)), vector(F32))

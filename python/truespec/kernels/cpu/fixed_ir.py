@@ -4,6 +4,9 @@
 and the sign), so that products with codes of up to 8 bits are sums of byte products. Integer sums
 are exact, hence equal in any order; what is lost is 2^-21 of the largest of the 32 values, about
 what a chain of fp32 additions loses.
+
+Rows of one digit are the lossy alternative (W8A8): integers of 8 bits, with a scale that makes the
+largest 127.
 """
 
 from __future__ import annotations
@@ -20,6 +23,7 @@ HALF = 16  # values of half a block, the group of some formats
 SCALE, SUM = 96, 100  # byte offsets in a block: fp32 2^-t; fp32 sum of the values
 HIGH_SUMS, LOW_SUMS = 104, 112  # int32 per half: sums of value >> 7 and of value & 127
 VALUE_BITS = 21  # and a sign
+MOST_BYTE = 127.0
 _LEAST_EXPONENT = 40  # biased: smaller values count as zeros beside it
 _BYTE = ir.IntType(8)
 
@@ -33,7 +37,7 @@ def emit_to_fixed(e: Emit, x: ir.Value, out: ir.Value, blocks: ir.Value) -> None
         offset = e.times(block, BLOCK_BYTES)
         source, target = e.address(x, offset), e.address(out, offset)
         halves = [e.load_f32x16(e.address(source, 4 * HALF * half)) for half in range(2)]
-        exponent = _largest_exponent(e, halves)
+        exponent = e.b.lshr(_largest_bits(e, halves), ir.Constant(I32, 23))
         is_finite = e.b.icmp_unsigned("<", exponent, ir.Constant(I32, 255))
         low = ir.Constant(I32, _LEAST_EXPONENT)
         exponent = e.b.select(e.b.icmp_unsigned(">", exponent, low), exponent, low)
@@ -59,6 +63,32 @@ def emit_to_fixed(e: Emit, x: ir.Value, out: ir.Value, blocks: ir.Value) -> None
         total = e.b.shl(e.b.add(*high_sums), ir.Constant(I32, DIGIT_BITS))
         total = e.b.sitofp(e.b.add(total, e.b.add(*low_sums)), F32)
         e.store(scale, e.address(target, SCALE))
+        e.store(e.b.fmul(total, scale), e.address(target, SUM))
+
+
+def emit_to_bytes(e: Emit, x: ir.Value, out: ir.Value, blocks: ir.Value) -> None:
+    """As `emit_to_fixed`, with the highest digit only: x / scale to the nearest integer."""
+    with e.loop(blocks) as block:
+        offset = e.times(block, BLOCK_BYTES)
+        source, target = e.address(x, offset), e.address(out, offset)
+        halves = [e.load_f32x16(e.address(source, 4 * HALF * half)) for half in range(2)]
+        bits = _largest_bits(e, halves)
+        exponent, largest = e.b.lshr(bits, ir.Constant(I32, 23)), e.b.bitcast(bits, F32)
+        is_finite = e.b.icmp_unsigned("<", exponent, ir.Constant(I32, 255))
+        is_large = e.b.icmp_unsigned(">", exponent, ir.Constant(I32, _LEAST_EXPONENT))
+        most, zero = ir.Constant(F32, MOST_BYTE), ir.Constant(F32, 0.0)
+        factor = e.broadcast(e.b.select(is_large, e.b.fdiv(most, largest), zero))
+        scale = e.b.select(is_finite, e.b.fdiv(largest, most), ir.Constant(F32, float("nan")))
+        sums: list[ir.Value] = []
+        for half, values in enumerate(halves):
+            scaled = e.b.select(is_finite, e.b.fmul(values, factor), splat(F32, 0.0))
+            rounded = e.intrinsic("llvm.rint.v16f32", vector(F32), [scaled])
+            digits = e.b.fptosi(rounded, vector(I32))
+            e.store(e.b.trunc(digits, vector(_BYTE)), e.address(target, HALF * half))
+            sums.append(e.intrinsic("llvm.vector.reduce.add.v16i32", I32, [digits]))
+            e.store(sums[-1], e.address(target, HIGH_SUMS + 4 * half))
+        e.store(scale, e.address(target, SCALE))
+        total = e.b.sitofp(e.b.add(*sums), F32)
         e.store(e.b.fmul(total, scale), e.address(target, SUM))
 
 
@@ -88,12 +118,11 @@ def _dot2(e: Emit, a: ir.Value, b: ir.Value) -> ir.Value:
     return e.b.add(even, odd)
 
 
-def _largest_exponent(e: Emit, halves: list[ir.Value]) -> ir.Value:
-    """The biased exponent of the largest magnitude, i32; 255 if a value is not finite."""
+def _largest_bits(e: Emit, halves: list[ir.Value]) -> ir.Value:
+    """The bits of the largest magnitude, i32; their exponent is 255 if a value is not finite."""
     bits = [e.b.and_(e.b.bitcast(x, vector(I32)), splat(I32, 0x7FFFFFFF)) for x in halves]
     larger = e.b.select(e.b.icmp_unsigned(">", bits[0], bits[1]), bits[0], bits[1])
-    most = e.intrinsic("llvm.vector.reduce.umax.v16i32", I32, [larger])
-    return e.b.lshr(most, ir.Constant(I32, 23))
+    return e.intrinsic("llvm.vector.reduce.umax.v16i32", I32, [larger])
 
 
 def _power(e: Emit, biased: ir.Value) -> ir.Value:

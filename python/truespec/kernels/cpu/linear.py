@@ -74,7 +74,7 @@ class CpuLinear(PackedLinear):
         self._record = torch.zeros(STEP_FIELDS, dtype=torch.int64)
         fields = self._fields = fields_of(self._record)
         fields[LAYERS], fields[ADD_ROWS] = self.fields.data_ptr(), runtime.rows["add_rows"]
-        fields[TO_FIXED], fields[BARRIER] = runtime.rows["to_fixed"], runtime.sync["barrier"]
+        fields[TO_FIXED], fields[BARRIER] = runtime.to_fixed, runtime.sync["barrier"]
         fields[BARRIER_COUNTER] = runtime.pool.barrier_address
         fields[GIVE_WAY] = runtime.give_way
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import llvmlite.ir as ir
 
 from .emit import BYTE, F16, F32, I32, I64, LANES, Emit, i64, new_function, splat, vector
-from .fixed_ir import emit_to_fixed
+from .fixed_ir import emit_to_bytes, emit_to_fixed
 
 # name -> number of arguments; what they are is said where the function is built.
 ROW_FUNCTIONS = {
@@ -20,6 +20,7 @@ ROW_FUNCTIONS = {
     "silu_mul": 4,
     "embed_q8_0": 6,
     "to_fixed": 3,
+    "to_bytes": 3,
 }
 Q8_0_BYTES, Q8_0_GROUP = 34, 32
 HALF_LANES = 8
@@ -34,6 +35,7 @@ def rows_module() -> ir.Module:
     _silu_mul(module)
     _embed_q8_0(module)
     _to_fixed(module)
+    _to_bytes(module)
     return module
 
 
@@ -135,6 +137,13 @@ def _to_fixed(module: ir.Module) -> None:
     """to_fixed(x, out, blocks): 32 * blocks floats as fixed point, see fixed_ir.py."""
     e = new_function(module, "to_fixed", ROW_FUNCTIONS["to_fixed"])
     emit_to_fixed(e, *e.args)
+    e.b.ret(i64(0))
+
+
+def _to_bytes(module: ir.Module) -> None:
+    """to_bytes(x, out, blocks): the same in 8 bits."""
+    e = new_function(module, "to_bytes", ROW_FUNCTIONS["to_bytes"])
+    emit_to_bytes(e, *e.args)
     e.b.ret(i64(0))
 
 

@@ -26,6 +26,7 @@ from .blocking import choose_blocking
 from .chain_step import draft_chains
 from .coded_ir import coded_module
 from .compile import Compiler, Cpu, Progress
+from .fixed_ir import DIGITS
 from .formats import PANEL, WORD_BYTES, Format
 from .layout import STEP_FIELDS
 from .linear_ir import linear_module
@@ -49,18 +50,27 @@ class Runtime:
     """Compiled code and the memory it needs. One thread at a time may use it."""
 
     def __init__(
-        self, cpu: Cpu, cache_dir: Path, num_threads: int, progress: Progress | None
+        self,
+        cpu: Cpu,
+        cache_dir: Path,
+        num_threads: int,
+        progress: Progress | None,
+        *,
+        lossy_int8_activations: bool,
     ) -> None:
         """Compile (or load) what every model needs; the rest follows on first use."""
+        self._digits = 1 if lossy_int8_activations else DIGITS
         self._blocking = choose_blocking(cpu.features)
         self._compiler = Compiler(cpu, cache_dir, progress)
         self._linears: dict[str, int] = {}
+        self.is_lossy = False  # inputs of some weight are rounded to 8 bits
         self._attention: dict[KVType, dict[str, int]] = {}
         self.rows = self._compiler.load("rows", rows_module, list(ROW_FUNCTIONS))
         self.sync = self._compiler.load("sync", sync_module, list(SYNC_FUNCTIONS))
         self._compiled = [self._entry(name) for name in ENTRIES]  # keeps the code
         self._chains: CFunc | None = None
         self._entries = dict(zip(ENTRIES, map(_address, self._compiled), strict=True))
+        self.to_fixed = self.rows["to_bytes" if lossy_int8_activations else "to_fixed"]
         self.give_way = _sched_yield()
         self.arena = Arena()
         self.pool = ThreadPool(self.sync, self._compiler, self.give_way, num_threads)
@@ -73,9 +83,12 @@ class Runtime:
         """Address of the linear kernel of a format."""
         if f.name not in self._linears:
             name = f"linear_{f.name}"
-            module = coded_module if f.is_coded else linear_module
-            build = partial(module, f, self._blocking)
-            self._linears[f.name] = self._compiler.load(name, build, [name])[name]
+            build = partial(linear_module, f, self._blocking)
+            if f.is_coded:
+                self.is_lossy = self._digits < DIGITS
+                build = partial(coded_module, f, self._blocking, self._digits)
+            kept = name if self._digits == DIGITS else f"{name}_int8"
+            self._linears[f.name] = self._compiler.load(kept, build, [name])[name]
         return self._linears[f.name]
 
     def attention_functions(self, kv: KVType) -> dict[str, int]:

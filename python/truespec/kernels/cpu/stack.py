@@ -243,8 +243,9 @@ class CpuStack(DecoderStack):
     def _fill_constants(self) -> None:
         """Fields that no step changes."""
         f, s, runtime = self._fields, self._shape, self._runtime
-        for name in ("rms_norm", "rotate_head", "add_rows", "silu_mul", "to_fixed"):
+        for name in ("rms_norm", "rotate_head", "add_rows", "silu_mul"):
             f[getattr(at, name.upper())] = runtime.rows[name]
+        f[at.TO_FIXED] = runtime.to_fixed
         f[at.BARRIER], f[at.FETCH_ADD] = runtime.sync["barrier"], runtime.sync["fetch_add"]
         f[at.BARRIER_COUNTER], f[at.GIVE_WAY] = runtime.pool.barrier_address, runtime.give_way
         f[at.LAYERS], f[at.NUM_LAYERS] = self._layers.data_ptr(), len(self._layers)
