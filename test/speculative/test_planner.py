@@ -14,6 +14,7 @@ from truespec.speculative.planner import (
     REPLAN_STEPS,
     Planner,
 )
+from truespec.speculative.yields import Yield
 
 
 def table(points):
@@ -162,6 +163,18 @@ def test_longer_drafts_pay_where_the_unsure_ones_will_be_trimmed():
             made.observe("r0", 2, 2, 0 if not hits[0] else 1 + hits[1])
         lengths.append(made.counts(["r0"], [4], 0)[0])
     assert lengths == [2, 1]
+
+
+def test_the_worth_of_a_length_is_counted_on_the_last_drafts():
+    known = Yield.first(3)
+    known.accepted[2] = 0.5
+    known.recent += [[0.9, 0.9], [0.1, 0.9]]
+    tokens, rows = known.trimmed(known.recent, [0.2, 0.3, 0.4])
+    assert tokens == pytest.approx([0.0, 0.45, (0.9 + 0.81) / 2, (0.9 + 0.81 + 0.405) / 2])
+    assert rows == [0.0, 0.5, 1.0, 1.5]
+    tokens, rows = known.trimmed([[0.5], [0.5]], [0.2, 0.9, 0.9])
+    assert tokens == pytest.approx([0.0, (0.9 + 0.5 + 0.5) / 4] + [(0.9 + 0.5 + 0.5) / 4] * 2)
+    assert rows == [0.0, 0.75, 0.75, 0.75]
 
 
 def test_tries_come_in_a_row_are_not_trimmed_and_the_first_teaches_no_costs():
