@@ -13,7 +13,7 @@ PRIOR_STEPS = 3  # steps that what is known of all requests counts for with a ne
 REQUEST_LEARNING = 0.1  # weight of a step in what is known of a request, in the long run
 OVERALL_LEARNING = 0.02  # and of all requests
 TRUST = 0.5  # what the chance of a verified draft counts beside what came of it
-NUM_RECENT = 48  # drafts whose chances are kept
+NUM_RECENT = 32  # drafts whose chances are kept
 
 
 @dataclass(slots=True)
