@@ -54,19 +54,22 @@ def plot(figures: Mapping[str, Figures], path: Path) -> None:
     """Accepted length by category and speed by batch size, as a PNG."""
     import matplotlib.pyplot as plt
 
+    colors = {name: f"C{index}" for index, name in enumerate(figures)}
     drafted = {n: f for n, f in figures.items() if any(c.num_steps for c in _greedy(f).values())}
     fig, (left, right) = plt.subplots(1, 2, figsize=(11, 4))
     width = 0.8 / max(1, len(drafted))
     for index, (name, one) in enumerate(drafted.items()):
         table = _greedy(one)
         places = [i + (index - (len(drafted) - 1) / 2) * width for i in range(len(table))]
-        left.bar(places, [counts.mean for counts in table.values()], width, label=name)
+        means = [counts.mean for counts in table.values()]
+        left.bar(places, means, width, label=name, color=colors[name])
         left.set_xticks(range(len(table)), list(table))
     left.set_ylabel("accepted length, T = 0")
     left.legend(loc="lower center", ncols=len(drafted), fontsize="small", framealpha=0.9)
     for name, one in figures.items():
         batches = sorted(one.tokens_per_second)
-        right.plot(batches, [one.speed(b) for b in batches], marker="o", label=name)
+        speeds = [one.speed(b) for b in batches]
+        right.plot(batches, speeds, marker="o", label=name, color=colors[name])
     right.set_xlabel("batch size")
     right.set_ylabel("tokens per second")
     right.set_ylim(bottom=0)
