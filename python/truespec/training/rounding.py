@@ -44,7 +44,10 @@ def rounded(model: nn.Module, rounding: str) -> Iterator[None]:
 
 
 def round_q4_1(weight: Tensor) -> Tensor:
-    """Values of a stored matrix as gguf's Q4_1 has them; fp32 [n, k] -> [n, k], k % 32 == 0."""
+    """Values of a stored matrix as gguf's Q4_1 has them; fp32 [n, k] -> [n, k], k % 32 == 0.
+
+    NOTE: the gguf library rounds on the host, in numpy; this is done in every step, on the device.
+    """
     blocks = weight.bfloat16().float().unflatten(1, (-1, BLOCK))
     least = blocks.amin(-1, keepdim=True)
     step = (blocks.amax(-1, keepdim=True) - least) / LEVELS
